@@ -1,0 +1,1 @@
+"""Who owns which prompt: reservations, attempts, capacities, buffer, leases, holds. Knows neither torch nor Ray."""

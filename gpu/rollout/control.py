@@ -1,0 +1,166 @@
+"""Rollout control: everything handed out comes back exactly once.
+
+One object per incarnation, pure and synchronous. It owns reservations, attempts, admission, buffer and leases; every
+change goes through the journal it was given. Whoever wraps it (the manager actor, a simulation) stores what the journal
+froze, calls `durable` and `tick`, and waits; nothing here waits, reads a clock by itself, or knows a thread.
+"""
+
+from __future__ import annotations
+
+from gpu.rollout.admission import Admission
+from gpu.rollout.books import Books
+from gpu.rollout.leasing import Leasing
+from gpu.rollout.limits import Limits
+from gpu.rollout.messages import Accepted, Dispatch, Grant, Hold, Outcome, Report, Wait
+from gpu.rollout.results import GroupFilter, Results, keep_all
+from gpu.rollout.scheduler import Scheduler
+from storage import schema
+from storage.clock import Clock
+from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
+from storage.journal import JournalWriter
+from storage.ledger import Ledger
+
+
+class RolloutControl:
+    """`length` is the number of ordinals of the source, None when endless; `group_filter` judges finished groups."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        journal: JournalWriter,
+        limits: Limits,
+        clock: Clock,
+        *,
+        length: int | None,
+        group_filter: GroupFilter = keep_all,
+    ) -> None:
+        self.books = Books(ledger, journal, clock, limits.max_hot_bytes)
+        self.limits = limits
+        self.admission = Admission(clock)
+        self.scheduler = Scheduler(self.books, limits, self.admission, length)
+        self.results = Results(self.books, limits, self.admission, self.scheduler, group_filter)
+        self.leasing = Leasing(self.books, limits, self.admission, self.scheduler, self.results)
+
+    @property
+    def ledger(self) -> Ledger:
+        return self.books.ledger
+
+    # ------------------------------------------------------------------ workers
+
+    def take(self, worker: str, limit: int) -> list[Dispatch]:
+        """Attempts for a worker that has room for `limit` more."""
+        return self.scheduler.take(worker, limit)
+
+    def report(self, report: Report) -> Accepted:
+        """Finished turns and ended attempts of a worker."""
+        accepted = self.results.report(report)
+        self.leasing.evict()
+        return accepted
+
+    def lose_worker(self, worker: str) -> int:
+        """A worker process is gone: its attempts end, theirs are tried again elsewhere. Returns how many."""
+        lost = self.scheduler.of_worker(worker)
+        for identity in lost:
+            self.results.abandon(identity, Outcome.WORKER_LOST, f"worker {worker} died")
+        return len(lost)
+
+    # ------------------------------------------------------------------ policy versions
+
+    def publish_policy(self, digest: str) -> int:
+        """Record the weights after the last committed step as this incarnation's version of that number. Idempotent."""
+        ledger = self.ledger
+        now = ledger.policy
+        if now is not None and (now.incarnation, now.number, now.digest) == (ledger.incarnation, ledger.step, digest):
+            return self.books.journal.last_seq
+        parent = now.digest if now else ""
+        return self.books.record(schema.PolicyPublished(ledger.incarnation, ledger.step, digest, parent))
+
+    def serve(self, number: int | None) -> None:
+        """Every serving engine has confirmed version `number`; None: no engine serves."""
+        if number is not None and (self.ledger.policy is None or number > self.ledger.policy.number):
+            raise LedgerInvalid(
+                f"engines serve version {number}", expected="a published version",
+                action="publish the policy before engines activate it", code="version_unknown",
+            )  # fmt: skip
+        self.scheduler.version = number
+
+    # ------------------------------------------------------------------ trainer
+
+    def try_lease(self) -> Grant | Wait | None:
+        return self.leasing.try_lease()
+
+    def redone(self, step: int, state_digest: str, weights_digest: str) -> bool:
+        """A committed step was trained again after a restore; returns whether the digests agree."""
+        matches = self.ledger.steps[step].state_digest == state_digest if step in self.ledger.steps else False
+        self.books.record(schema.StepRedone(step, state_digest, weights_digest, matches))
+        return matches
+
+    def publish_checkpoint(self, step: int, manifest: str, digest: str, size: int, written: int) -> int:
+        """The checkpoint of a committed step is complete in the store. Idempotent by step."""
+        if any(found.step >= step for found in self.ledger.checkpoints):
+            return self.books.journal.last_seq
+        position = self.ledger.steps[step].seq if step in self.ledger.steps else -1
+        return self.books.record(schema.CheckpointPublished(step, position, manifest, digest, size, written))
+
+    # ------------------------------------------------------------------ holds
+
+    def acquire(self, owner: str, purpose: str, token: int, ttl_s: float) -> Hold:
+        active = [*self.scheduler.active, *self.results.unpublished]
+        return self.admission.acquire(owner, purpose, token, ttl_s, active)
+
+    def prepare_checkpoint(self, hold: int, epoch: int) -> None:
+        """A checkpoint may be captured now: an active hold, no open lease. Raises `HoldRefused`."""
+        self.admission.confirm(hold, epoch)
+        if self.ledger.lease is not None:
+            raise HoldRefused(
+                f"lease {self.ledger.lease.lease} is open", expected="no open lease",
+                action="commit or roll back the step first", code="lease_open",
+            )  # fmt: skip
+
+    # ------------------------------------------------------------------ life
+
+    def durable(self, seq: int) -> None:
+        self.results.durable(seq)
+
+    def tick(self) -> list[Hold]:
+        """Let time pass: expired holds, which are returned."""
+        return self.admission.expire()
+
+    def finish(self, reason: str) -> int:
+        """The run is complete: settle what is left untrained, close for good. Idempotent. Raises `LeaseRefused`."""
+        if self.ledger.finished:
+            return self.books.journal.last_seq
+        if self.ledger.lease is not None:
+            raise LeaseRefused(
+                f"lease {self.ledger.lease.lease} is open", expected="no open lease",
+                action="commit or roll back the last step, then finish",
+            )  # fmt: skip
+        self.admission.close(reason)
+        if self.ledger.groups:
+            self.results.discard(list(self.ledger.groups), "run_finished")
+        return self.books.record(schema.RunFinished(reason))
+
+    def check_conservation(self) -> None:
+        """Every ordinal is in exactly one place. Cheap: counts only. Raises `LedgerInvalid`."""
+        ledger = self.ledger
+        settled = len(ledger.consumed) + len(ledger.discarded) + len(ledger.quarantined)
+        if settled + ledger.retained != ledger.frontier or sum(ledger.totals.values()) != ledger.retained:
+            raise LedgerInvalid(
+                f"{settled} settled and {ledger.retained} unsettled groups ({ledger.state_counts()})",
+                expected=f"{ledger.frontier} ordinals handed out", action="report this as a bug", code="conservation",
+            )  # fmt: skip
+
+    def status(self) -> dict[str, object]:
+        """Counts, and for each component what it waits for."""
+        ledger = self.ledger
+        return {
+            "incarnation": ledger.incarnation, "step": ledger.step, "frontier": ledger.frontier,
+            "groups": ledger.state_counts(), "live": ledger.live, "consumed": len(ledger.consumed),
+            "discarded": len(ledger.discarded), "quarantined": len(ledger.quarantined),
+            "backoff": len(self.scheduler.backoff), "serving_version": self.scheduler.version,
+            "open_lease": ledger.lease.lease if ledger.lease else None,
+            "checkpoint": ledger.checkpoints[-1].step if ledger.checkpoints else 0, "finished": ledger.finished,
+            "holds": self.admission.status(), "ignored": dict(self.results.ignored),
+            "spilled_blocks": self.books.hot.spilled, "submission_waits_for": self.scheduler.why_idle().reason,
+            "counts": dict(ledger.counts),
+        }  # fmt: skip

@@ -1,0 +1,170 @@
+"""Batches for the trainer: one lease at a time, judged with the version that will train it.
+
+A lease is committed or rolled back exactly once; repeating either is harmless. Groups enter the buffer when the record
+that completed them is durable, leave it in completion order (or newest first) within the staleness rule, and whatever
+leaves otherwise is durably requeued or discarded first.
+"""
+
+from __future__ import annotations
+
+from gpu.rollout.admission import Admission
+from gpu.rollout.books import Books
+from gpu.rollout.limits import Limits, Order
+from gpu.rollout.messages import Grant, Wait
+from gpu.rollout.results import Results
+from gpu.rollout.scheduler import Scheduler
+from gpu.rollout.staleness import select
+from storage import schema
+from storage.errors import LeaseRefused
+from storage.ledger import UNKNOWN_VERSION, Group, GroupState, Lease
+
+
+class Leasing:
+    """`try_lease` answers with a grant, with what it waits for, or with None: the source is exhausted and settled."""
+
+    def __init__(
+        self, books: Books, limits: Limits, admission: Admission, scheduler: Scheduler, results: Results
+    ) -> None:
+        self._books, self._limits = books, limits
+        self._admission, self._scheduler, self._results = admission, scheduler, results
+        self._committed_last: tuple[int, str] = (0, "")
+        self._rolled_back_last = 0
+
+    # ------------------------------------------------------------------ issue
+
+    def try_lease(self) -> Grant | Wait | None:
+        ledger = self._books.ledger
+        if ledger.lease is not None:
+            return self.grant(ledger.lease)
+        closed = self._admission.why_closed()
+        if closed:
+            return Wait(closed, "the owner of the hold")
+        ready = self._ready()
+        if self._at_the_end():
+            return self._last_batch(ready)
+        selection = select(
+            [(group.ordinal, group.oldest) for group in ready], self._unready(ready), self._limits.staleness,
+            self._limits.batch, ledger.step,
+        )  # fmt: skip
+        for ordinal in selection.overdue:
+            self.requeue(ordinal, "stale")
+        if selection.chosen is not None:
+            return self._issue(sorted(selection.chosen), final=False)
+        restarted = [ordinal for ordinal in selection.culprits if self._restart_if_stuck(ordinal)]
+        if restarted:
+            return self.try_lease()
+        who = f"groups {list(selection.culprits[:5])}" if selection.culprits else self._scheduler.why_idle().reason
+        return Wait(selection.reason, f"generation ({who})")
+
+    def _ready(self) -> list[Group]:
+        """Completed groups whose completion is durable, in the order of preference."""
+        ledger, durable = self._books.ledger, self._books.journal.durable_seq
+        ready = [group for ordinal in ledger.completed if (group := ledger.groups[ordinal]).completed_seq <= durable]
+        return ready if self._limits.order is Order.FIFO else ready[::-1]
+
+    def _unready(self, ready: list[Group]) -> list[tuple[int, int]]:
+        """Started groups that are not ready, with their oldest versions."""
+        ledger = self._books.ledger
+        taken = {group.ordinal for group in ready}
+        return [
+            (group.ordinal, group.oldest)
+            for group in ledger.groups.values()
+            if group.oldest != UNKNOWN_VERSION and group.ordinal not in taken
+        ]
+
+    def _at_the_end(self) -> bool:
+        """Nothing but completed groups is left of a finite source."""
+        ledger = self._books.ledger
+        return self._scheduler.exhausted and len(ledger.completed) == ledger.retained
+
+    def _last_batch(self, ready: list[Group]) -> Grant | Wait | None:
+        if not self._books.ledger.completed:
+            return None
+        if len(ready) < len(self._books.ledger.completed):
+            return Wait("the last groups are not durable yet", "storage")
+        bound, step = self._limits.staleness, self._books.ledger.step
+        overdue = [group.ordinal for group in ready if bound is not None and group.oldest + bound < step]
+        if overdue:
+            for ordinal in overdue:
+                self.requeue(ordinal, "stale")
+            return Wait(f"groups {overdue[:5]} start again: beyond the staleness bound", "generation")
+        if len(ready) >= self._limits.batch:
+            oldest_first = sorted(ready, key=lambda group: (group.oldest, group.ordinal))
+            return self._issue(sorted(group.ordinal for group in oldest_first[: self._limits.batch]), final=False)
+        if self._limits.discard_end_of_source:
+            self._results.discard([group.ordinal for group in ready], "end_of_source")
+            return None
+        return self._issue(sorted(group.ordinal for group in ready), final=True)
+
+    def _restart_if_stuck(self, ordinal: int) -> bool:
+        """A group in backoff at its deadline starts whole again instead of holding up the batch."""
+        group = self._books.ledger.groups[ordinal]
+        if ordinal not in self._scheduler.backoff or group.state is not GroupState.RESERVED:
+            return False
+        self.requeue(ordinal, "deadline")
+        return True
+
+    def _issue(self, ordinals: list[int], *, final: bool) -> Grant:
+        ledger = self._books.ledger
+        self._books.record(schema.LeaseIssued(ledger.next_lease, ledger.step + 1, tuple(ordinals), ledger.step, final))
+        assert ledger.lease is not None
+        return self.grant(ledger.lease)
+
+    def grant(self, lease: Lease) -> Grant:
+        """The open lease with where its rows lie."""
+        names = {name for group in lease.groups for rows in group.rows for name, _ in rows}
+        hot = {name: data for name in names if (data := self._books.hot.get(name)) is not None}
+        ledger = self._books.ledger
+        return Grant(lease, ledger.state_digest, {name: ledger.blocks[name] for name in names}, hot)
+
+    # ------------------------------------------------------------------ settle
+
+    def commit(self, lease: int, step: int, state_digest: str, weights_digest: str, metrics: dict[str, float]) -> int:
+        """The step happened. Returns the sequence number to wait for. Raises `LeaseRefused`."""
+        ledger = self._books.ledger
+        if (lease, state_digest) == self._committed_last or self._committed(step, lease, state_digest):
+            return self._books.journal.last_seq
+        if ledger.lease is None or (ledger.lease.lease, ledger.lease.step) != (lease, step):
+            raise self._refuse("commit", lease)
+        seq = self._books.record(schema.StepCommitted(step, lease, state_digest, weights_digest, metrics))
+        self._committed_last = (lease, state_digest)
+        return seq
+
+    def _committed(self, step: int, lease: int, state_digest: str) -> bool:
+        done = self._books.ledger.steps.get(step)
+        return done is not None and done.lease.lease == lease and done.state_digest == state_digest
+
+    def roll_back(self, lease: int, reason: str) -> int:
+        """The trainer is proven untouched: the groups are completed again. Raises `LeaseRefused`."""
+        ledger = self._books.ledger
+        if lease == self._rolled_back_last:
+            return self._books.journal.last_seq
+        if ledger.lease is None or ledger.lease.lease != lease:
+            raise self._refuse("rollback", lease)
+        self._rolled_back_last = lease
+        return self._books.record(schema.LeaseRolledBack(lease, reason))
+
+    def _refuse(self, what: str, lease: int) -> LeaseRefused:
+        found = self._books.ledger.lease
+        return LeaseRefused(
+            f"{what} of lease {lease} while {f'lease {found.lease} is open' if found else 'no lease is open'}",
+            expected=f"lease {lease} to be open, or this very {what} to be repeated",
+            action="ask the manager for the open lease and start the step again",
+        )
+
+    # ------------------------------------------------------------------ leaving the buffer untrained
+
+    def requeue(self, ordinal: int, reason: str) -> None:
+        """The group starts whole again; its finished work is counted as waste."""
+        self._books.record(schema.GroupRequeued(ordinal, reason))
+        self._scheduler.backoff.drop(ordinal)
+        self._scheduler.waits(ordinal)
+
+    def evict(self) -> None:
+        """Keep the buffer within its optional cap: stalest first, then the oldest."""
+        cap = self._limits.eviction_cap
+        if cap is None:
+            return
+        ready = self._ready()
+        for group in sorted(ready, key=lambda group: (group.oldest, group.ordinal))[: max(0, len(ready) - cap)]:
+            self.requeue(group.ordinal, "overflow")

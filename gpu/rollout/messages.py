@@ -1,0 +1,135 @@
+"""What crosses between the manager, its workers and its driver. All values, compared by content."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+import msgspec
+
+from storage.ledger import Block, Lease
+
+
+class Outcome(Enum):
+    """How an attempt ended. Each has its transition and its share of a budget.
+
+    SEALED      finished with a finite reward; costs nothing
+    FAILED      the environment's or reward's code raised; one of the prompt's attempts
+    MALFORMED   the result breaks a rule (reward not finite, tokens older than dispatch, no output); one attempt
+    ABORTED     generation was cancelled; one attempt
+    ENGINE_LOST, WORKER_LOST   a process died; counted apart, because it says nothing about the prompt
+    """
+
+    SEALED = "sealed"
+    FAILED = "failed"
+    MALFORMED = "malformed"
+    ABORTED = "aborted"
+    ENGINE_LOST = "engine_lost"
+    WORKER_LOST = "worker_lost"
+
+
+class Identity(msgspec.Struct, frozen=True):
+    """One attempt, unique over the life of a run."""
+
+    group: int
+    sibling: int
+    attempt: int
+    incarnation: int
+
+    def __str__(self) -> str:
+        return f"g{self.group}/{self.sibling}~{self.attempt}@{self.incarnation}"
+
+
+class Continuation(msgspec.Struct, frozen=True):
+    """Where an attempt goes on: the rows of the durable turns, the environment's state after the last of them, and the
+    bytes of the blocks that are still in the manager's memory."""
+
+    rows: tuple[tuple[str, int], ...]
+    blocks: dict[str, Block]
+    hot: dict[str, bytes]
+    turn: int
+    state: bytes
+
+
+class Dispatch(msgspec.Struct, frozen=True):
+    """Run this attempt. `version` is the policy version that all serving engines have confirmed, `boundary` the index
+    of the attempt's first boundary."""
+
+    identity: Identity
+    version: int
+    boundary: int
+    continuation: Continuation | None
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """A finished turn of a live attempt: row `row` of the report's block, the environment's state after it."""
+
+    identity: Identity
+    boundary: int
+    turn: int
+    row: int
+    oldest: int
+    state: bytes
+
+
+class Ended(msgspec.Struct, frozen=True):
+    """An attempt ended. `row`, `tokens` (generated in the last turn), `oldest` and `reward` count only when sealed."""
+
+    identity: Identity
+    outcome: Outcome
+    row: int = -1
+    tokens: int = 0
+    oldest: int = -1
+    reward: float = 0.0
+    detail: str = ""
+
+
+class Report(msgspec.Struct, frozen=True):
+    """What a worker says at once. The block's rows are durable as payload/<block>.arrow, or travel in `inline`."""
+
+    worker: str
+    block: str
+    digest: str
+    size: int
+    inline: bytes | None
+    turns: tuple[Turn, ...]
+    ended: tuple[Ended, ...]
+
+
+class Accepted(msgspec.Struct, frozen=True):
+    """The answer to a report: how many entries counted, and how many came too late or twice and changed nothing."""
+
+    accepted: int
+    ignored: int
+
+
+class Grant(msgspec.Struct, frozen=True):
+    """The right to train one batch, with where its token rows lie. `hot` are blocks in the manager's memory."""
+
+    lease: Lease
+    state_digest: str
+    blocks: dict[str, Block]
+    hot: dict[str, bytes]
+
+
+class Wait(msgspec.Struct, frozen=True):
+    """Why something cannot happen now, and who can change it."""
+
+    reason: str
+    who: str
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """One owner's claim that keeps reservations and leases closed. Effects under it carry (hold, epoch)."""
+
+    hold: int
+    epoch: int
+    owner: str
+    purpose: str
+    frontier: tuple[Identity, ...]
+
+
+class Caller(msgspec.Struct, frozen=True):
+    """Who calls the manager: the incarnation it believes in, and for a driver its token (0 for workers)."""
+
+    incarnation: int
+    token: int = 0

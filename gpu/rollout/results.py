@@ -1,0 +1,217 @@
+"""What happens to the end of an attempt: seal, retry with backoff, quarantine, or nothing because it came too late.
+
+A report is validated member by member against the current attempts; members of older attempts, of other incarnations
+and repeats are counted and change nothing. A failure is never a reward of 0.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Sequence
+
+from gpu.rollout.admission import Admission
+from gpu.rollout.books import Books
+from gpu.rollout.limits import Limits
+from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report, Turn
+from gpu.rollout.scheduler import Scheduler
+from storage import schema
+from storage.ledger import Group, GroupState, Rollout, RolloutState
+
+GroupFilter = Callable[[Sequence[float]], str]
+"""Rewards of a group's siblings -> reason to discard the group, or "" to keep it."""
+
+
+def keep_all(rewards: Sequence[float]) -> str:
+    """The filter that discards nothing."""
+    return ""
+
+
+def zero_variance(rewards: Sequence[float]) -> str:
+    """Dynamic sampling of DAPO (arXiv 2503.14476): a group whose rewards are all equal carries no gradient."""
+    return "zero_variance" if len(set(rewards)) == 1 else ""
+
+
+class Results:
+    """Applies reports. `unpublished` are sealed attempts whose record is not durable yet: their executions have not
+    ended, so a hold taken now still waits for them."""
+
+    def __init__(
+        self, books: Books, limits: Limits, admission: Admission, scheduler: Scheduler, group_filter: GroupFilter
+    ) -> None:
+        self._books, self._limits = books, limits
+        self._admission, self._scheduler, self._filter = admission, scheduler, group_filter
+        self.unpublished: dict[Identity, int] = {}
+        self.ignored: Counter[str] = Counter()
+
+    def report(self, report: Report) -> Accepted:
+        """Apply a report; repeating it changes nothing."""
+        turns, sealed, failed = self._sort(report)
+        if turns or sealed:
+            self._store_block(report)
+        for turn in turns:
+            self._commit_turn(report.block, turn)
+        if sealed:
+            self._seal(report.block, sealed)
+        for ended in failed:
+            self.abandon(ended.identity, ended.outcome, ended.detail)
+        accepted = len(turns) + len(sealed) + len(failed)
+        return Accepted(accepted, len(report.turns) + len(report.ended) - accepted)
+
+    # ------------------------------------------------------------------ which members count
+
+    def _sort(self, report: Report) -> tuple[list[Turn], list[Ended], list[Ended]]:
+        """Turns that count, attempts to seal, attempts that failed."""
+        turns: list[Turn] = []
+        sealed: list[Ended] = []
+        failed: list[Ended] = []
+        progress: dict[Identity, int] = {}
+        seen: set[Identity] = set()
+        for turn in report.turns:
+            rollout = self._current(turn.identity)
+            if rollout is None or turn.boundary != progress.get(turn.identity, rollout.boundaries):
+                self.ignored["turn"] += 1
+            elif turn.oldest < rollout.minted_version:
+                seen.add(turn.identity)
+                failed.append(Ended(turn.identity, Outcome.MALFORMED, detail=f"tokens of version {turn.oldest}"))
+            else:
+                progress[turn.identity] = turn.boundary + 1
+                turns.append(turn)
+        for ended in report.ended:
+            rollout = self._current(ended.identity)
+            if rollout is None or ended.identity in seen:
+                self.ignored[ended.outcome.value] += 1
+                continue
+            seen.add(ended.identity)
+            checked = _check_result(ended, rollout)
+            (sealed if checked.outcome is Outcome.SEALED else failed).append(checked)
+        return turns, sealed, failed
+
+    def _current(self, identity: Identity) -> Rollout | None:
+        """The rollout whose live attempt is exactly this one."""
+        group = self._books.ledger.groups.get(identity.group)
+        if group is None or not 0 <= identity.sibling < len(group.rollouts):
+            return None
+        rollout = group.rollouts[identity.sibling]
+        same = rollout.attempt == identity.attempt and rollout.incarnation == identity.incarnation
+        return rollout if same and rollout.state is RolloutState.LIVE else None
+
+    # ------------------------------------------------------------------ what they do
+
+    def _store_block(self, report: Report) -> None:
+        ledger = self._books.ledger
+        if report.block in ledger.blocks:
+            return
+        inline = report.inline is not None
+        self._books.record(schema.PayloadStored(report.block, report.digest, report.size, inline), report.inline)
+        if report.inline is not None:
+            self._books.hot.put(report.block, report.inline)
+
+    def _commit_turn(self, block: str, turn: Turn) -> None:
+        identity = turn.identity
+        self._books.record(
+            schema.TurnCommitted(
+                identity.group, identity.sibling, identity.attempt, turn.boundary, turn.turn, block, turn.row,
+                turn.oldest, turn.state,
+            )
+        )  # fmt: skip
+
+    def _seal(self, block: str, sealed: list[Ended]) -> None:
+        seq = self._books.record(
+            schema.Sealed(
+                block,
+                tuple(ended.identity.group for ended in sealed),
+                tuple(ended.identity.sibling for ended in sealed),
+                tuple(ended.identity.attempt for ended in sealed),
+                tuple(ended.row for ended in sealed),
+                tuple(ended.tokens for ended in sealed),
+                tuple(ended.oldest for ended in sealed),
+                tuple(ended.reward for ended in sealed),
+            )
+        )
+        for ended in sealed:
+            self._scheduler.ended(ended.identity)
+            self.unpublished[ended.identity] = seq
+        touched = [self._books.ledger.groups[ordinal] for ordinal in dict.fromkeys(e.identity.group for e in sealed)]
+        self._complete([group.ordinal for group in touched if group.num_sealed == len(group.rollouts)])
+        for group in touched:
+            self._quarantine_if_spent(group)
+
+    def _complete(self, ordinals: list[int]) -> None:
+        """Put-time verdict: a finished group is kept or filtered."""
+        groups = self._books.ledger.groups
+        verdicts = {o: self._filter([rollout.reward for rollout in groups[o].rollouts]) for o in ordinals}
+        kept = tuple(ordinal for ordinal, reason in verdicts.items() if not reason)
+        if kept:
+            self._books.record(schema.GroupCompleted(kept))
+        for reason in sorted(set(verdicts.values()) - {""}):
+            self.discard([o for o, found in verdicts.items() if found == reason], reason)
+        for ordinal in kept:
+            self._scheduler.settled(ordinal)
+
+    def discard(self, ordinals: list[int], reason: str) -> None:
+        """Settle groups without training them."""
+        for ordinal in ordinals:
+            self._close_attempts(self._books.ledger.groups[ordinal])
+        self._books.record(schema.GroupDiscarded(tuple(ordinals), reason))
+        for ordinal in ordinals:
+            self._scheduler.settled(ordinal)
+
+    def _close_attempts(self, group: Group) -> None:
+        for sibling, rollout in enumerate(group.rollouts):
+            if rollout.state is RolloutState.LIVE:
+                self._end(Identity(group.ordinal, sibling, rollout.attempt, rollout.incarnation))
+
+    def _end(self, identity: Identity) -> None:
+        self._scheduler.ended(identity)
+        self._admission.ended(identity)
+
+    def abandon(self, identity: Identity, outcome: Outcome, detail: str) -> None:
+        """An attempt ended without a result: try again after a while, or quarantine the group (budget spent)."""
+        if self._current(identity) is None:
+            self.ignored[outcome.value] += 1
+            return
+        self._books.record(
+            schema.AttemptAbandoned(identity.group, identity.sibling, identity.attempt, outcome.value, detail[:300])
+        )
+        self._end(identity)
+        self._retry(self._books.ledger.groups[identity.group], identity.sibling, outcome)
+
+    def _retry(self, group: Group, sibling: int, outcome: Outcome) -> None:
+        rollout = group.rollouts[sibling]
+        self._scheduler.waits(group.ordinal)
+        if outcome not in (Outcome.ENGINE_LOST, Outcome.WORKER_LOST):
+            self._scheduler.backoff.put(group.ordinal, rollout.failures, self._books.clock.monotonic())
+        self._quarantine_if_spent(group)
+
+    def _quarantine_if_spent(self, group: Group) -> None:
+        """A group with a spent budget is settled once none of its siblings is live."""
+        limits = self._limits
+        spent = [r for r in group.rollouts if r.failures >= limits.max_attempts or r.losses >= limits.max_losses]
+        if spent and group.state is GroupState.RESERVED:
+            reason = f"{spent[0].failures} failed attempts, {spent[0].losses} lost processes"
+            self._books.record(schema.GroupQuarantined(group.ordinal, reason))
+            self._scheduler.settled(group.ordinal)
+
+    # ------------------------------------------------------------------ durability
+
+    def durable(self, seq: int) -> None:
+        """Records up to `seq` are durable: the executions they sealed have ended."""
+        ended = [identity for identity, at in self.unpublished.items() if at <= seq]
+        for identity in ended:
+            del self.unpublished[identity]
+            self._admission.ended(identity)
+
+
+def _check_result(ended: Ended, rollout: Rollout) -> Ended:
+    """A success that breaks a rule is a malformed result, not a crash of the worker."""
+    if ended.outcome is not Outcome.SEALED:
+        return ended
+    problem = ""
+    if not math.isfinite(ended.reward):
+        problem = f"reward {ended.reward} is not finite"
+    elif ended.tokens < 1 or ended.row < 0:
+        problem = "no generated token"
+    elif ended.oldest < rollout.minted_version:
+        problem = f"tokens of version {ended.oldest}, dispatched at {rollout.minted_version}"
+    return ended if not problem else Ended(ended.identity, Outcome.MALFORMED, detail=problem)

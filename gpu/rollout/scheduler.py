@@ -1,0 +1,214 @@
+"""Which attempts start now: the submission scheduler and its queue.
+
+A whole group is submitted when every gate has room: admission open, an engine version confirmed, E executing, P
+completed, R retained, and the staleness rule. Later attempts of single siblings need only E. Attempts are minted here
+and handed to whichever worker asks; a worker that dies gives its attempts back. Pure: it decides, others wait.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+
+from gpu.rollout.admission import Admission
+from gpu.rollout.backoff import Backoff
+from gpu.rollout.books import Books
+from gpu.rollout.limits import Limits, Submission
+from gpu.rollout.messages import Continuation, Dispatch, Identity, Wait
+from gpu.rollout.staleness import admits
+from storage import schema
+from storage.ledger import UNKNOWN_VERSION, Group, GroupState, RolloutState
+
+
+class Scheduler:
+    """`version` is the policy version every serving engine has confirmed, None while no engine serves. `length` is the
+    number of ordinals of the source, None when endless."""
+
+    def __init__(self, books: Books, limits: Limits, admission: Admission, length: int | None) -> None:
+        self._books, self._limits, self._admission, self._length = books, limits, admission, length
+        self._queue: deque[Identity] = deque()
+        self._waiting: dict[int, None] = dict.fromkeys(
+            ordinal for ordinal, group in books.ledger.groups.items() if _missing(group)
+        )
+        self.backoff = Backoff(limits.backoff_base_s, limits.backoff_max_s, limits.max_backoff)
+        self.active: dict[Identity, str] = {}
+        self.version: int | None = None
+
+    # ------------------------------------------------------------------ what happened
+
+    def waits(self, ordinal: int) -> None:
+        """The group has siblings without an attempt (again)."""
+        self._waiting[ordinal] = None
+
+    def settled(self, ordinal: int) -> None:
+        """The group is no longer to be dispatched: it is complete or settled."""
+        self._waiting.pop(ordinal, None)
+        self.backoff.drop(ordinal)
+
+    def ended(self, identity: Identity) -> None:
+        self.active.pop(identity, None)
+
+    def of_worker(self, worker: str) -> list[Identity]:
+        return [identity for identity, owner in self.active.items() if owner == worker]
+
+    # ------------------------------------------------------------------ what may happen
+
+    @property
+    def exhausted(self) -> bool:
+        """The source has no further ordinal."""
+        return self._length is not None and self._books.ledger.frontier >= self._length
+
+    def gate(self) -> Wait | None:
+        """What closes every submission, or None."""
+        closed = self._admission.why_closed()
+        if closed:
+            return Wait(closed, "the owner of the hold")
+        if self.version is None:
+            return Wait("no engine has confirmed the current policy version", "weight update, engine start")
+        age, size = self._books.journal.undurable_age(), self._books.journal.undurable_bytes
+        if age > self._limits.undurable_age_s or size > self._limits.undurable_bytes:
+            return Wait(f"the journal's tail is not durable for {age:.1f} s, {size} bytes", "storage")
+        return None
+
+    def why_idle(self) -> Wait:
+        """The first gate that keeps the next group from being submitted."""
+        ledger, limits = self._books.ledger, self._limits
+        gate = self.gate()
+        if gate is not None:
+            return gate
+        if self._room() < self._cost():
+            return Wait(f"executing (E): {ledger.live} rollouts are live", "workers and engines")
+        if ledger.dispatched >= limits.max_completed:
+            return Wait(f"completed (P): {ledger.dispatched} of {limits.max_completed} groups", "the trainer")
+        if ledger.retained >= limits.max_retained:
+            return Wait(f"retained (R): {ledger.retained} of {limits.max_retained} groups", "the trainer")
+        if not self._admits(ledger.oldest_counts):
+            return Wait(f"staleness bound {limits.staleness} at version {ledger.step}", "the trainer")
+        if len(self.backoff):
+            return Wait(f"{len(self.backoff)} groups in backoff", "time")
+        return Wait("the source is exhausted", "nobody") if self.exhausted else Wait("nothing", "nobody")
+
+    def _room(self) -> int:
+        """Free executing capacity, in the unit of the policy."""
+        ledger = self._books.ledger
+        used = ledger.live if self._limits.submission is Submission.SAMPLE else ledger.totals[GroupState.GENERATING]
+        return self._limits.max_executing - used
+
+    def _cost(self) -> int:
+        return self._limits.num_siblings if self._limits.submission is Submission.SAMPLE else 1
+
+    def _admits(self, counts: Counter[int]) -> bool:
+        assert self.version is not None
+        return admits(counts, self._limits.staleness, self._limits.batch, self._books.ledger.step, self.version)
+
+    # ------------------------------------------------------------------ doing it
+
+    def take(self, worker: str, limit: int) -> list[Dispatch]:
+        """Up to `limit` attempts for this worker, minting new ones as far as the gates allow."""
+        self._fill()
+        taken: list[Dispatch] = []
+        while self._queue and len(taken) < limit:
+            identity = self._queue.popleft()
+            if identity in self.active:
+                self.active[identity] = worker
+                taken.append(self._dispatch(identity))
+        return taken
+
+    def _dispatch(self, identity: Identity) -> Dispatch:
+        rollout = self._books.ledger.groups[identity.group].rollouts[identity.sibling]
+        continuation = None
+        if rollout.boundary is not None:
+            names = {name for name, _ in rollout.rows}
+            continuation = Continuation(
+                rows=rollout.rows,
+                blocks={name: self._books.ledger.blocks[name] for name in names},
+                hot={name: data for name in names if (data := self._books.hot.get(name)) is not None},
+                turn=rollout.boundary.turn,
+                state=rollout.boundary.state,
+            )
+        return Dispatch(identity, rollout.minted_version, rollout.boundaries, continuation)
+
+    def _fill(self) -> None:
+        if self.gate() is not None:
+            return
+        for ordinal in self.backoff.release_due(self._books.clock.monotonic()):
+            self._waiting.setdefault(ordinal, None)
+        if self._waiting:
+            self._dispatch_waiting()
+        self._submit_new()
+
+    def _dispatch_waiting(self) -> None:
+        """Attempts of groups that are owned already: earliest deadline first, then in order of the source."""
+        ledger = self._books.ledger
+        again: list[Identity] = []
+        known = [ledger.groups[ordinal] for ordinal in self._waiting if ordinal not in self.backoff]
+        for group in sorted(known, key=_urgency):
+            missing = _missing(group)
+            if not missing:
+                self._waiting.pop(group.ordinal)
+                continue
+            fits = self._fits(group, len(missing))
+            if fits:
+                again += self._mint(group, missing[:fits])
+        # Retries and restored groups go before attempts that were minted and nobody has taken yet.
+        self._queue.extendleft(reversed(again))
+
+    def _fits(self, group: Group, missing: int) -> int:
+        """How many of a group's missing siblings may start."""
+        ledger, room = self._books.ledger, self._room()
+        if group.oldest == UNKNOWN_VERSION and not self._admits(ledger.oldest_counts):
+            return 0
+        if not group.dispatched and ledger.dispatched >= self._limits.max_completed:
+            return 0
+        if self._limits.submission is Submission.GROUP:
+            return missing if group.num_live or room >= 1 else 0
+        if not group.dispatched and room < missing:
+            return 0
+        return min(room, missing)
+
+    def _submit_new(self) -> None:
+        ledger, limits = self._books.ledger, self._limits
+        most = min(
+            self._room() // self._cost(),
+            limits.max_completed - ledger.dispatched,
+            limits.max_retained - ledger.retained,
+            _most_left(self._length, ledger.frontier),
+        )
+        count, counts = 0, Counter(ledger.oldest_counts)
+        while count < most and self._admits(counts):
+            assert self.version is not None
+            counts[self.version] += 1
+            count += 1
+        if count:
+            first = ledger.frontier
+            self._books.record(schema.GroupReserved(first, count))
+            for ordinal in range(first, first + count):
+                self._queue.extend(self._mint(ledger.groups[ordinal], list(range(limits.num_siblings))))
+
+    def _mint(self, group: Group, siblings: list[int]) -> list[Identity]:
+        assert self.version is not None
+        ledger = self._books.ledger
+        rollouts = [group.rollouts[sibling] for sibling in siblings]
+        attempts = tuple(rollout.attempt + 1 for rollout in rollouts)
+        boundaries = tuple(rollout.boundary.index if rollout.boundary else -1 for rollout in rollouts)
+        self._books.record(schema.AttemptsMinted(group.ordinal, tuple(siblings), attempts, boundaries, self.version))
+        minted = [
+            Identity(group.ordinal, sibling, attempt, ledger.incarnation)
+            for sibling, attempt in zip(siblings, attempts, strict=True)
+        ]
+        self.active.update(dict.fromkeys(minted, ""))
+        if len(siblings) == len(group.rollouts) or not _missing(group):
+            self._waiting.pop(group.ordinal, None)
+        return minted
+
+
+def _missing(group: Group) -> list[int]:
+    return [sibling for sibling, rollout in enumerate(group.rollouts) if rollout.state is RolloutState.WAITING]
+
+
+def _urgency(group: Group) -> tuple[bool, int, int]:
+    return (group.oldest == UNKNOWN_VERSION, group.oldest, group.ordinal)
+
+
+def _most_left(length: int | None, frontier: int) -> int:
+    """Ordinals the source can still hand out."""
+    return 1 << 62 if length is None else max(0, length - frontier)

@@ -1,0 +1,1 @@
+"""What is true: journal, ledger, payloads and checkpoints on any store that can create exclusively."""

@@ -1,0 +1,92 @@
+"""The one interface to durable storage.
+
+`Store` promises: `create` is exclusive and all-or-nothing, an object never changes after `create` returned, `read` sees
+every object whose `create` returned in any process, and `swap` is a compare-and-swap. Nothing else is assumed: listing
+may be stale or unordered and is never needed for correctness.
+
+fsspec's portable calls do not promise exclusive creation (`pipe_file(mode="create")` let several writers win on local
+files and in memory), so each store implements it with the primitive its medium really has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable
+from typing import Protocol
+
+from storage.errors import ArtifactCorrupt, ObjectExists, ObjectMissing, PreconditionFailed
+
+Bytes = bytes | bytearray | memoryview
+
+
+class Store(Protocol):
+    """Keys are relative, separated by "/". All calls block; run them in a thread beside an event loop.
+
+    Raises, for every call: `StorageUnusable` (permission, read-only, no such place), `StoreUnavailable` (try again, not
+    applied), `CommitUnknown` (a write that may or may not have been applied).
+    """
+
+    @property
+    def url(self) -> str: ...
+
+    def create(self, key: str, data: Bytes) -> None:
+        """Create `key` exclusively and durably. Raises `ObjectExists`."""
+        ...
+
+    def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        """Bytes [start, end) of `key`. Raises `ObjectMissing`."""
+        ...
+
+    def size(self, key: str) -> int | None:
+        """Length of `key` in bytes, or None when it does not exist."""
+        ...
+
+    def list(self, prefix: str) -> list[str]:
+        """Keys below the folder `prefix`, as a hint: possibly stale, in no order."""
+        ...
+
+    def delete(self, keys: Iterable[str]) -> list[str]:
+        """Delete keys; a missing one counts as deleted. Returns the keys that could not be deleted."""
+        ...
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        """Content and a token for `swap`. Raises `ObjectMissing`."""
+        ...
+
+    def swap(self, key: str, data: Bytes, token: str | None) -> str:
+        """Replace the content if it is still the one of `token` (None: absent); returns the new token.
+
+        Raises `PreconditionFailed`.
+        """
+        ...
+
+
+def check_key(key: str) -> str:
+    """Refuse keys that could leave the store's own place."""
+    parts = key.split("/")
+    if not key or any(part in ("", ".", "..") for part in parts) or "\\" in key or "\0" in key:
+        raise ArtifactCorrupt(
+            f"storage key {key!r}",
+            expected="a relative key without empty, '.' or '..' parts",
+            action="the object that names this key was altered; restore it from a copy",
+            code="path_outside",
+        )
+    return key
+
+
+def missing(key: str, url: str) -> ObjectMissing:
+    return ObjectMissing(
+        f"no object {key!r} in {url}", expected="the object to exist", action="check the storage url and the run name"
+    )
+
+
+def exists(key: str, url: str) -> ObjectExists:
+    return ObjectExists(f"{key!r} in {url} exists", expected="a new object", action="read it back and compare")
+
+
+def token_of(data: Bytes) -> str:
+    return hashlib.sha256(data).hexdigest()
+
+
+def precondition(key: str) -> PreconditionFailed:
+    return PreconditionFailed(f"{key!r} has changed", expected="the value last read", action="read it again")

@@ -1,0 +1,271 @@
+"""The journal of a run: one writer, one total order, the only commit point.
+
+Slot k exists because somebody created it exclusively; that gives order, fencing, crash safety and recovery at once.
+`read_journal` proves the hash chain while it reads. `claim` makes the caller the writer. `JournalWriter` is the
+synchronous core of writing: it freezes what has arrived into the bytes of the next slot, and whoever drives it (a
+thread, a simulation) stores those bytes, unchanged, until the outcome is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from storage import schema
+from storage.clock import Clock
+from storage.errors import ArtifactCorrupt, ObjectExists, ObjectMissing, RunFenced, TwoOwners
+from storage.filesystem import Store
+from storage.ledger import Ledger
+from storage.runs import RunPaths
+from storage.schema import Record
+from storage.segment import GENESIS, Row, Segment, decode_segment, encode_segment, make_header
+from storage.transitions import apply
+
+
+@dataclass(frozen=True, slots=True)
+class Tail:
+    """The end of a journal: the next free slot, the next sequence number, the digest to chain to."""
+
+    slot: int = 0
+    seq: int = 0
+    digest: str = GENESIS
+
+
+def read_segment(store: Store, run: str, slot: int) -> Segment | None:
+    """The segment in `slot`, or None when the slot is free. Raises `ArtifactCorrupt`, `SchemaUnsupported`."""
+    key = RunPaths(run).segment(slot)
+    try:
+        segment = decode_segment(store.read(key), key)
+    except ObjectMissing:
+        return None
+    if (segment.header.run, segment.header.slot) != (run, slot):
+        raise ArtifactCorrupt(
+            f"{key} says it is slot {segment.header.slot} of run {segment.header.run!r}",
+            expected=f"slot {slot} of run {run!r}",
+            action="objects were moved or mixed; restore them from a copy",
+            code="mixed_cut",
+        )
+    return segment
+
+
+def read_journal(store: Store, run: str, tail: Tail | None = None) -> Iterator[Segment]:
+    """The segments from `tail` to the end, proving chain and sequence. Raises `ArtifactCorrupt`.
+
+    The end is found by probing forward, never by listing: a stale listing must not cut a journal.
+    """
+    tail = tail or Tail()
+    while (segment := read_segment(store, run, tail.slot)) is not None:
+        header = segment.header
+        if (header.previous, header.first) != (tail.digest, tail.seq):
+            raise ArtifactCorrupt(
+                f"{RunPaths(run).segment(tail.slot)} follows {header.previous[:12]}… at record {header.first}",
+                expected=f"{tail.digest[:12]}… at record {tail.seq}",
+                action="restore the journal from a copy, or fork from the last good position",
+                code="chain",
+            )
+        yield segment
+        tail = after(segment)
+
+
+def after(segment: Segment) -> Tail:
+    return Tail(segment.header.slot + 1, segment.header.last + 1, segment.digest)
+
+
+def fold_segment(ledger: Ledger, segment: Segment) -> None:
+    """Apply a segment's records, checking that its incarnation is the one that claimed last."""
+    for row in segment.rows:
+        apply(ledger, row.seq, row.record)
+    if segment.header.incarnation != ledger.incarnation:
+        raise TwoOwners(
+            f"slot {segment.header.slot} was written by incarnation {segment.header.incarnation}",
+            expected=f"incarnation {ledger.incarnation}, which claimed last",
+            action="the journal was altered; fork from the last good position",
+            code="writer",
+        )
+    ledger.placed(segment.header.slot, segment.header.last)
+
+
+def fold(store: Store, run: str, num_siblings: int) -> tuple[Ledger, Tail]:
+    """The ledger at the end of the journal."""
+    ledger, tail = Ledger(num_siblings), Tail()
+    for segment in read_journal(store, run):
+        fold_segment(ledger, segment)
+        tail = after(segment)
+    return ledger, tail
+
+
+class Frozen(NamedTuple):
+    """The bytes of a slot, fixed at the first attempt to store them."""
+
+    slot: int
+    first: int
+    last: int
+    data: bytes
+    digest: str
+    waited: bool
+
+
+class JournalWriter:
+    """Records in, frozen slots out. Not thread-safe: call it from one thread; only `store_frozen` may run elsewhere."""
+
+    def __init__(self, run: str, incarnation: int, writer: str, tail: Tail, clock: Clock) -> None:
+        self._run, self._incarnation, self._writer, self._clock = run, incarnation, writer, clock
+        self._tail = tail
+        self._pending: list[Row] = []
+        self._pending_bytes = 0
+        self._in_flight: Frozen | None = None
+        self._next_seq = tail.seq
+        self._durable = tail.seq - 1
+        self._oldest_undurable: float | None = None
+        self._wanted = -1
+
+    @property
+    def last_seq(self) -> int:
+        """Sequence number of the newest appended record."""
+        return self._next_seq - 1
+
+    @property
+    def durable_seq(self) -> int:
+        """Every record up to this one is durable."""
+        return self._durable
+
+    @property
+    def slot(self) -> int:
+        return self._tail.slot
+
+    @property
+    def undurable_bytes(self) -> int:
+        return self._pending_bytes + (len(self._in_flight.data) if self._in_flight else 0)
+
+    def undurable_age(self) -> float:
+        """Seconds since the oldest record that is not durable was appended; 0 when there is none."""
+        return 0.0 if self._oldest_undurable is None else self._clock.monotonic() - self._oldest_undurable
+
+    def append(self, record: Record, blob: bytes | None = None) -> int:
+        """Queue a record; returns its sequence number."""
+        seq = self._next_seq
+        self._pending.append(Row(seq, self._clock.wall(), record, blob))
+        self._pending_bytes += 128 + len(blob or b"")
+        self._next_seq += 1
+        if self._oldest_undurable is None:
+            self._oldest_undurable = self._clock.monotonic()
+        return seq
+
+    def want(self, seq: int) -> None:
+        """Somebody waits for `seq`: the next cut need not wait for the flush interval."""
+        self._wanted = max(self._wanted, seq)
+
+    def due(self, flush_interval: float, max_bytes: int) -> bool:
+        """Whether to cut now: nothing is in flight, and somebody waits, or the oldest record or the size says so."""
+        if self._in_flight is not None or not self._pending:
+            return False
+        return (
+            self._wanted > self._durable or self.undurable_age() >= flush_interval or self._pending_bytes >= max_bytes
+        )
+
+    def freeze(self) -> Frozen:
+        """Fix the bytes of the next slot. One at a time: confirm it before the next."""
+        assert self._in_flight is None, "one create in flight"
+        rows, self._pending, self._pending_bytes = self._pending, [], 0
+        header = make_header(
+            run=self._run,
+            incarnation=self._incarnation,
+            writer=self._writer,
+            slot=self._tail.slot,
+            first=rows[0].seq,
+            last=rows[-1].seq,
+            previous=self._tail.digest,
+        )
+        data, digest = encode_segment(header, rows)
+        self._in_flight = Frozen(self._tail.slot, rows[0].seq, rows[-1].seq, data, digest, self._wanted >= rows[0].seq)
+        return self._in_flight
+
+    def confirm(self, frozen: Frozen) -> None:
+        """The slot exists with exactly these bytes."""
+        assert self._in_flight is frozen, "confirm what is in flight"
+        self._in_flight = None
+        self._tail = Tail(frozen.slot + 1, frozen.last + 1, frozen.digest)
+        self._durable = frozen.last
+        # An upper bound of the age: the pending records came after the freeze began at the earliest.
+        self._oldest_undurable = self._clock.monotonic() if self._pending else None
+
+
+def store_frozen(store: Store, run: str, incarnation: int, frozen: Frozen) -> None:
+    """Create the slot, or find out that it holds these very bytes already (a lost reply of an earlier try).
+
+    Raises `RunFenced` when a newer incarnation took the slot, `TwoOwners` when anybody else did, and the store's
+    `StoreUnavailable` and `CommitUnknown`, after which the same call may be repeated.
+    """
+    key = RunPaths(run).segment(frozen.slot)
+    try:
+        store.create(key, frozen.data)
+    except ObjectExists:
+        found = store.read(key)
+        if found == frozen.data:
+            return
+        raise _taken(decode_segment(found, key), incarnation, frozen.slot) from None
+
+
+def _taken(segment: Segment, incarnation: int, slot: int) -> RunFenced | TwoOwners:
+    claim = next((row.record for row in segment.rows if isinstance(row.record, schema.RunClaimed)), None)
+    if claim is not None and claim.incarnation > incarnation:
+        return RunFenced(
+            f"slot {slot} was claimed by incarnation {claim.incarnation} ({claim.owner})",
+            expected=f"incarnation {incarnation} to be the newest",
+            action="stop; the newer incarnation owns the run",
+        )
+    return TwoOwners(
+        f"slot {slot} holds records of incarnation {segment.header.incarnation}, writer {segment.header.writer}",
+        expected=f"the records of incarnation {incarnation}",
+        action="two writers used one incarnation; stop both and run verify",
+        code="writer",
+    )
+
+
+class Claimed(NamedTuple):
+    ledger: Ledger
+    tail: Tail
+    incarnation: int
+
+
+def claim(
+    store: Store,
+    run: str,
+    num_siblings: int,
+    *,
+    owner: str,
+    writer: str,
+    reason: str,
+    clock: Clock,
+    check: Callable[[Ledger], None] = lambda ledger: None,
+) -> Claimed:
+    """Become the writer of `run`: fold to the end, take the next slot with the next incarnation.
+
+    `check` validates the folded ledger before anything is written; what it raises passes through.
+    A claimant that loses the slot folds what won it and tries the next one. `writer` must be unique per process.
+    """
+    ledger, tail = fold(store, run, num_siblings)
+    while True:
+        check(ledger)
+        frozen = _claim_segment(ledger, tail, run, owner, writer, reason, clock)
+        try:
+            store_frozen(store, run, ledger.incarnation + 1, frozen)
+        except (RunFenced, TwoOwners):
+            for segment in read_journal(store, run, tail):
+                fold_segment(ledger, segment)
+                tail = after(segment)
+            continue
+        apply(ledger, tail.seq, schema.RunClaimed(ledger.incarnation + 1, owner, reason))
+        return Claimed(ledger, Tail(frozen.slot + 1, frozen.last + 1, frozen.digest), ledger.incarnation)
+
+
+def _claim_segment(ledger: Ledger, tail: Tail, run: str, owner: str, writer: str, reason: str, clock: Clock) -> Frozen:
+    core = JournalWriter(run, ledger.incarnation + 1, writer, tail, clock)
+    core.append(schema.RunClaimed(ledger.incarnation + 1, owner, reason))
+    return core.freeze()
+
+
+def rows_of(segments: Iterator[Segment] | Sequence[Segment]) -> Iterator[Row]:
+    for segment in segments:
+        yield from segment.rows

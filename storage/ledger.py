@@ -1,0 +1,316 @@
+"""The state of a run: the fold of its journal records.
+
+`storage.transitions.apply` is the only way to change it.
+
+                reserve          mint               all siblings sealed      lease            step committed
+    (source) ───► RESERVED ───────► GENERATING ───────────► COMPLETED ─────────► LEASED ──────────► consumed
+                     ▲                 │  │                     │                   │
+                     ├── abandoned ────┘  └──► discarded ◄──────┤                   │
+                     ├── requeued ◄─────────────────────────────┘                   └── rolled back ──► COMPLETED
+                     └──► quarantined (attempt budget spent; only a person releases it)
+
+A rollout (sibling) is waiting, live (an attempt is minted), or sealed; at most one attempt is sealed, the last one.
+The ledger holds what is unsettled, and the steps that a redo may need; older settled groups are intervals.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from enum import Enum
+
+from storage import schema
+from storage.errors import ReferenceInvalid, TwoOwners
+from storage.intervals import IntervalSet
+from storage.schema import Record
+
+RETAINED_CHECKPOINTS = 3
+UNKNOWN_VERSION = -1
+
+
+class GroupState(Enum):
+    RESERVED = "reserved"
+    GENERATING = "generating"
+    COMPLETED = "completed"
+    LEASED = "leased"
+
+
+class RolloutState(Enum):
+    WAITING = "waiting"
+    LIVE = "live"
+    SEALED = "sealed"
+
+
+@dataclass(slots=True)
+class Boundary:
+    """The last durable turn of an unfinished rollout: where an attempt may continue."""
+
+    index: int
+    turn: int
+    state: bytes
+    attempt: int
+
+
+@dataclass(slots=True)
+class Rollout:
+    """One sibling. `rows` are (block, row) of its durable turns in order; `oldest` the oldest version in them."""
+
+    attempt: int = -1
+    incarnation: int = 0
+    state: RolloutState = RolloutState.WAITING
+    minted_version: int = UNKNOWN_VERSION
+    oldest: int = UNKNOWN_VERSION
+    rows: tuple[tuple[str, int], ...] = ()
+    tokens: int = 0
+    reward: float = math.nan
+    boundary: Boundary | None = None
+    boundaries: int = 0
+    failures: int = 0
+    losses: int = 0
+    closed_by_claim: bool = False
+
+
+@dataclass(slots=True)
+class Group:
+    """One prompt and its siblings. `dispatched` once an attempt was minted: it then holds a completed slot until it is
+    settled. `oldest` is the oldest version in its durable turns and live attempts, unknown when there are none."""
+
+    ordinal: int
+    rollouts: list[Rollout]
+    state: GroupState = GroupState.RESERVED
+    dispatched: bool = False
+    num_live: int = 0
+    num_sealed: int = 0
+    oldest: int = UNKNOWN_VERSION
+    completed_seq: int = -1
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedGroup:
+    """What a redo needs of a leased group: references to the token rows of each sibling, in order."""
+
+    ordinal: int
+    rows: tuple[tuple[tuple[str, int], ...], ...]
+    rewards: tuple[float, ...]
+    oldest: int
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    lease: int
+    step: int
+    version: int
+    groups: tuple[TrainedGroup, ...]
+    final: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """A committed step that a restore may have to redo."""
+
+    lease: Lease
+    state_digest: str
+    weights_digest: str
+    seq: int
+
+
+@dataclass(slots=True)
+class Block:
+    """Where token rows lie. `slot` of an inline block is known once its segment exists. `users` counts rows of
+    unsettled rollouts, `retained` rows of committed steps that a redo may need."""
+
+    digest: str
+    size: int
+    inline: bool
+    slot: int = -1
+    users: int = 0
+    retained: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Quarantined:
+    """Why, and what the rollouts had used up: a released group goes on with new attempt numbers."""
+
+    reason: str
+    attempts: tuple[int, ...]
+    boundaries: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    incarnation: int
+    number: int
+    digest: str
+
+
+@dataclass(slots=True)
+class Ledger:
+    """See the module. `num_siblings` is n, rollouts per group."""
+
+    num_siblings: int
+    incarnation: int = 0
+    frontier: int = 0
+    groups: dict[int, Group] = field(default_factory=lambda: {})
+    reserved: dict[int, None] = field(default_factory=lambda: {})
+    completed: dict[int, None] = field(default_factory=lambda: {})
+    oldest_counts: Counter[int] = field(default_factory=lambda: Counter[int]())
+    consumed: IntervalSet = field(default_factory=IntervalSet)
+    discarded: IntervalSet = field(default_factory=IntervalSet)
+    quarantined: dict[int, Quarantined] = field(default_factory=lambda: {})
+    blocks: dict[str, Block] = field(default_factory=lambda: {})
+    lease: Lease | None = None
+    next_lease: int = 1
+    step: int = 0
+    state_digest: str = ""
+    weights_digest: str = ""
+    steps: dict[int, Step] = field(default_factory=lambda: {})
+    checkpoints: list[schema.CheckpointPublished] = field(default_factory=lambda: [])
+    policy: Policy | None = None
+    initial_weights: str = ""
+    dispatched: int = 0
+    live: int = 0
+    """Attempts that are live."""
+    totals: Counter[GroupState] = field(default_factory=lambda: Counter[GroupState]())
+    """Unsettled groups by state."""
+    finished: str = ""
+    counts: Counter[str] = field(default_factory=lambda: Counter[str]())
+    next_seq: int = 0
+    idle_blocks: list[str] = field(default_factory=lambda: [])
+    """Blocks that lost their last unsettled user; whoever keeps hot copies takes names from here."""
+    _unplaced: deque[tuple[int, str]] = field(default_factory=lambda: deque[tuple[int, str]]())
+
+    def placed(self, slot: int, last_seq: int) -> None:
+        """The segment that ends with `last_seq` exists as `slot`: inline payloads in it can be found there."""
+        while self._unplaced and self._unplaced[0][0] <= last_seq:
+            block = self.blocks.get(self._unplaced.popleft()[1])
+            if block is not None:
+                block.slot = slot
+
+    # ------------------------------------------------------------------ views
+
+    @property
+    def retained(self) -> int:
+        """Unsettled groups."""
+        return len(self.groups)
+
+    def state_counts(self) -> dict[str, int]:
+        return {state.value: self.totals[state] for state in GroupState}
+
+    def missing_ordinals(self) -> list[int]:
+        """Ordinals below the frontier that are in no place; always empty in a valid run."""
+        return [ordinal for ordinal in range(self.frontier) if not self._known(ordinal)]
+
+    def _known(self, ordinal: int) -> bool:
+        return (
+            ordinal in self.groups
+            or ordinal in self.consumed
+            or ordinal in self.discarded
+            or ordinal in self.quarantined
+        )
+
+    # ------------------------------------------------------------------ helpers of the transitions
+
+    def group(self, ordinal: int, record: Record, seq: int) -> Group:
+        group = self.groups.get(ordinal)
+        if group is not None:
+            return group
+        settled = {
+            "consumed": ordinal in self.consumed,
+            "discarded": ordinal in self.discarded,
+            "quarantined": ordinal in self.quarantined,
+        }
+        where = next((name for name, there in settled.items() if there), "never reserved")
+        raise TwoOwners(
+            f"record {seq} ({schema.KIND_OF[type(record)]}) names group {ordinal}, which is {where}",
+            expected="an unsettled group",
+            action="the journal was altered or written by two owners; fork from the last good position",
+        )
+
+    def set_oldest(self, group: Group) -> None:
+        """Recompute the oldest version of a group and the index by it, after any change of its rollouts."""
+        known = [rollout.oldest for rollout in group.rollouts if rollout.oldest != UNKNOWN_VERSION]
+        known += [rollout.minted_version for rollout in group.rollouts if rollout.state is RolloutState.LIVE]
+        oldest = min(known, default=UNKNOWN_VERSION)
+        if oldest != group.oldest:
+            self._uncount(group.oldest)
+            group.oldest = oldest
+            if oldest != UNKNOWN_VERSION:
+                self.oldest_counts[oldest] += 1
+
+    def _uncount(self, version: int) -> None:
+        if version == UNKNOWN_VERSION:
+            return
+        self.oldest_counts[version] -= 1
+        if not self.oldest_counts[version]:
+            del self.oldest_counts[version]
+
+    def set_state(self, group: Group, state: GroupState) -> None:
+        for index, indexed in ((self.reserved, GroupState.RESERVED), (self.completed, GroupState.COMPLETED)):
+            if group.state is indexed:
+                index.pop(group.ordinal, None)
+            if state is indexed:
+                index[group.ordinal] = None
+        self.totals[group.state] -= 1
+        self.totals[state] += 1
+        group.state = state
+
+    def add_group(self, group: Group) -> None:
+        """A reserved group, new or released from quarantine."""
+        self.groups[group.ordinal] = group
+        self.reserved[group.ordinal] = None
+        self.totals[GroupState.RESERVED] += 1
+
+    def settle(self, group: Group) -> None:
+        """Remove a group from the unsettled; its live attempts are closed, its blocks lose their users."""
+        self.set_state(group, GroupState.LEASED)
+        self.totals[GroupState.LEASED] -= 1
+        self.live -= group.num_live
+        self._uncount(group.oldest)
+        self.dispatched -= group.dispatched
+        del self.groups[group.ordinal]
+        for rollout in group.rollouts:
+            self.release_rows(rollout.rows)
+
+    def check_block(self, name: str, record: Record, seq: int) -> Block:
+        block = self.blocks.get(name)
+        if block is None:
+            raise ReferenceInvalid(
+                f"record {seq} ({schema.KIND_OF[type(record)]}) names block {name!r}, which no record stored",
+                expected="a payload_stored record before it",
+                action="the journal was altered; fork from the last good position",
+                code="orphan",
+            )
+        return block
+
+    def use_row(self, row: tuple[str, int], record: Record, seq: int) -> None:
+        self.check_block(row[0], record, seq).users += 1
+
+    def release_rows(self, rows: Iterable[tuple[str, int]]) -> None:
+        for name, _ in rows:
+            block = self.blocks[name]
+            block.users -= 1
+            if not block.users:
+                self.idle_blocks.append(name)
+                self._drop_unused(name, block)
+
+    def retain_rows(self, rows: Iterable[tuple[str, int]], sign: int) -> None:
+        """Count (+1) or release (-1) rows of a committed step."""
+        for name, _ in rows:
+            block = self.blocks[name]
+            block.retained += sign
+            self._drop_unused(name, block)
+
+    def _drop_unused(self, name: str, block: Block) -> None:
+        if not block.users and not block.retained:
+            del self.blocks[name]
+
+    def drop_work(self, rollout: Rollout) -> None:
+        """Forget the durable turns and the seal of a rollout; its attempt numbers go on."""
+        self.release_rows(rollout.rows)
+        rollout.rows, rollout.tokens, rollout.boundary = (), 0, None
+        rollout.oldest, rollout.reward, rollout.state = UNKNOWN_VERSION, math.nan, RolloutState.WAITING
+
+    def add_unplaced(self, seq: int, name: str) -> None:
+        self._unplaced.append((seq, name))

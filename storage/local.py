@@ -1,0 +1,173 @@
+"""A store on a file system that has hard links and fsync."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import uuid
+from collections.abc import Iterable
+from pathlib import Path
+
+from storage.errors import CommitUnknown, StorageUnusable, StoreUnavailable
+from storage.filesystem import Bytes, check_key, exists, missing, precondition, token_of
+
+
+class LocalStore:
+    """Files below a folder. Creation is temp file + fsync + hard link + fsync of the folder, so it is exclusive on
+    every POSIX file system and a file is there whole or not at all."""
+
+    def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True) -> None:
+        self._root = Path(root).absolute()
+        self._fsync = fsync
+        self._folders: set[Path] = set()
+
+    @property
+    def url(self) -> str:
+        return f"file://{self._root}"
+
+    def _path(self, key: str) -> Path:
+        return self._root / check_key(key)
+
+    def _sync_folder(self, folder: Path) -> None:
+        if self._fsync:
+            handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(handle)
+            finally:
+                os.close(handle)
+
+    def _make_folder(self, folder: Path) -> None:
+        if folder in self._folders and folder.is_dir():
+            return
+        missing = [folder, *folder.parents]
+        missing = [place for place in missing if not place.exists()]
+        folder.mkdir(parents=True, exist_ok=True)
+        for place in reversed(missing):
+            self._sync_folder(place.parent)
+        self._folders.add(folder)
+
+    def _write_temp(self, folder: Path, data: Bytes) -> Path:
+        self._make_folder(folder)
+        temp = folder / f".tmp-{os.getpid()}-{uuid.uuid4().hex}"
+        handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
+        try:
+            view = memoryview(data)
+            while view:
+                view = view[os.write(handle, view) :]
+            if self._fsync:
+                os.fsync(handle)
+        except BaseException:
+            os.unlink(temp)
+            raise
+        finally:
+            os.close(handle)
+        return temp
+
+    def create(self, key: str, data: Bytes) -> None:
+        path = self._path(key)
+        with _os_errors(self.url, key):
+            temp = self._write_temp(path.parent, data)
+            try:
+                os.link(temp, path)
+            except FileExistsError as error:
+                raise exists(key, self.url) from error
+            finally:
+                os.unlink(temp)
+        self._confirm(path.parent, key)
+
+    def _confirm(self, folder: Path, key: str) -> None:
+        try:
+            self._sync_folder(folder)
+        except OSError as error:
+            raise CommitUnknown(
+                f"{key!r} was linked, but its folder could not be synced: {error}",
+                expected="a durable directory entry",
+                action="check the disk; the writer reads the object back before it goes on",
+            ) from error
+
+    def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        path = self._path(key)
+        try:
+            with _os_errors(self.url, key), open(path, "rb") as file:
+                file.seek(start)
+                return file.read() if end is None else file.read(max(0, end - start))
+        except FileNotFoundError as error:
+            raise missing(key, self.url) from error
+
+    def size(self, key: str) -> int | None:
+        with _os_errors(self.url, key):
+            try:
+                return self._path(key).stat().st_size
+            except FileNotFoundError:
+                return None
+
+    def list(self, prefix: str) -> list[str]:
+        folder = self._path(prefix.rstrip("/"))
+        with _os_errors(self.url, prefix):
+            found = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
+        return [path.relative_to(self._root).as_posix() for path in found]
+
+    def delete(self, keys: Iterable[str]) -> list[str]:
+        failed: list[str] = []
+        for key in keys:
+            try:
+                self._path(key).unlink(missing_ok=True)
+            except OSError:
+                failed.append(key)
+        return failed
+
+    def sweep(self, prefix: str) -> int:
+        """Remove temporary files that killed processes left below `prefix`; returns how many. Only for an owner that
+        knows that no other process is writing there."""
+        folder = self._path(prefix.rstrip("/"))
+        stale = list(folder.rglob(".tmp-*")) if folder.exists() else []
+        for path in stale:
+            path.unlink(missing_ok=True)
+        return len(stale)
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        data = self.read(key)
+        return data, token_of(data)
+
+    def swap(self, key: str, data: Bytes, token: str | None) -> str:
+        path = self._path(key)
+        with _os_errors(self.url, key):
+            self._make_folder(path.parent)
+            lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                current = token_of(path.read_bytes()) if path.exists() else None
+                if current != token:
+                    raise precondition(key)
+                os.replace(self._write_temp(path.parent, data), path)
+            finally:
+                os.close(lock)
+        self._confirm(path.parent, key)
+        return token_of(data)
+
+
+class _os_errors:  # noqa: N801 - reads as a statement: `with _os_errors(...)`
+    """Translate the operating system's errors into the store's, keeping the cause."""
+
+    _LATER = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EMFILE, errno.ENFILE, errno.EAGAIN, errno.ESTALE})
+
+    def __init__(self, url: str, key: str) -> None:
+        self._url, self._key = url, key
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if not isinstance(error, OSError) or hasattr(error, "code") or isinstance(error, FileNotFoundError):
+            return
+        what = f"{error.strerror or error} at {self._key!r} in {self._url}"
+        if error.errno in self._LATER:
+            raise StoreUnavailable(
+                what,
+                expected="a disk that accepts writes",
+                action="free space or repair the disk; the write is retried",
+            ) from error
+        raise StorageUnusable(
+            what, expected="a folder this user can read and write", action="check the storage url and its permissions"
+        ) from error

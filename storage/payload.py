@@ -1,0 +1,185 @@
+"""Token payloads: flat turn rows in immutable Arrow blocks.
+
+A block is written once by one worker, named `<incarnation>-<writer>-<n>`, and made durable before the record that names
+it: inline in the journal below `INLINE_BYTES`, else as a file of its own. Row r of a block is one turn of one attempt:
+the new tokens since the previous turn, of which those with mask 1 were generated.
+"""
+
+from __future__ import annotations
+
+# pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
+# (pyarrow's stubs are partial)
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import pyarrow as pa
+
+from storage.errors import ArtifactCorrupt
+from storage.schema import PayloadStored
+
+INLINE_BYTES = 32 * 1024
+FORMAT = b"tidegate-payload-1"
+_SCHEMA = pa.schema(
+    [
+        pa.field("group", pa.int64()),
+        pa.field("sibling", pa.int32()),
+        pa.field("attempt", pa.int32()),
+        pa.field("turn", pa.int32()),
+        pa.field("start", pa.int32()),
+        pa.field("tokens", pa.list_(pa.int32())),
+        pa.field("logprobs", pa.list_(pa.float32())),
+        pa.field("mask", pa.list_(pa.int8())),
+        pa.field("span_incarnations", pa.list_(pa.int32())),
+        pa.field("span_versions", pa.list_(pa.int64())),
+        pa.field("span_ends", pa.list_(pa.int32())),
+        pa.field("done", pa.bool_()),
+        pa.field("reward", pa.float64()),
+        pa.field("record", pa.string()),
+    ],
+    metadata={b"format": FORMAT},
+)
+_LISTS = {"tokens": pa.int32(), "logprobs": pa.float32(), "mask": pa.int8(), "span_incarnations": pa.int32(),
+          "span_versions": pa.int64(), "span_ends": pa.int32()}  # fmt: skip
+
+
+class VersionSpan(NamedTuple):
+    """Tokens up to `end` (exclusive, counted in generated tokens of the turn) came from this policy version."""
+
+    incarnation: int
+    number: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class TurnRow:
+    """One turn. Arrays have one value per new token: ids int32, behaviour logprobs float32 (0 where mask is 0), mask
+    int8 (1 = generated).
+
+    `start` is the position of the first new token in the conversation; `reward` counts only when `done`; `record` is
+    the environment's own JSON.
+    """
+
+    group: int
+    sibling: int
+    attempt: int
+    turn: int
+    start: int
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    mask: npt.NDArray[np.int8]
+    spans: tuple[VersionSpan, ...]
+    done: bool
+    reward: float
+    record: str
+
+    @property
+    def num_generated(self) -> int:
+        return int(self.mask.sum())
+
+    @property
+    def oldest(self) -> int:
+        """Number of the oldest version that generated a token of this turn."""
+        return min(span.number for span in self.spans)
+
+
+class Encoded(NamedTuple):
+    """A block ready to be stored."""
+
+    name: str
+    data: bytes
+    digest: str
+
+    def stored(self) -> PayloadStored:
+        return PayloadStored(self.name, self.digest, len(self.data), len(self.data) < INLINE_BYTES)
+
+
+def _ragged(values: Sequence[npt.NDArray[Any]], kind: Any) -> pa.Array[Any]:
+    offsets = np.zeros(len(values) + 1, np.int32)
+    np.cumsum([len(value) for value in values], out=offsets[1:])
+    flat = np.concatenate(values) if values else np.zeros(0)
+    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, kind))
+
+
+def encode_block(name: str, rows: Sequence[TurnRow]) -> Encoded:
+    """Arrow IPC file bytes of `rows`, uncompressed."""
+    spans = [np.array(row.spans, np.int64).reshape(-1, 3) for row in rows]
+    columns: dict[str, Any] = {
+        "group": [row.group for row in rows],
+        "sibling": [row.sibling for row in rows],
+        "attempt": [row.attempt for row in rows],
+        "turn": [row.turn for row in rows],
+        "start": [row.start for row in rows],
+        "tokens": [row.tokens for row in rows],
+        "logprobs": [row.logprobs for row in rows],
+        "mask": [row.mask for row in rows],
+        "span_incarnations": [span[:, 0] for span in spans],
+        "span_versions": [span[:, 1] for span in spans],
+        "span_ends": [span[:, 2] for span in spans],
+        "done": [row.done for row in rows],
+        "reward": [row.reward for row in rows],
+        "record": [row.record for row in rows],
+    }
+    arrays = [
+        _ragged(columns[field.name], _LISTS[field.name])
+        if field.name in _LISTS
+        else pa.array(columns[field.name], field.type)
+        for field in _SCHEMA
+    ]
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, _SCHEMA) as writer:
+        writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
+    data = sink.getvalue().to_pybytes()
+    return Encoded(name, data, hashlib.sha256(data).hexdigest())
+
+
+def decode_block(data: bytes, digest: str, where: str) -> list[TurnRow]:
+    """Check the digest, then parse. Raises `ArtifactCorrupt`."""
+    actual = hashlib.sha256(data).hexdigest()
+    if actual != digest:
+        raise ArtifactCorrupt(
+            f"payload {where} has sha256 {actual[:16]}…",
+            expected=f"sha256 {digest[:16]}…",
+            action="restore the object from a copy; the groups that use it cannot be trained",
+            code="digest",
+        )
+    table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
+    if (table.schema.metadata or {}).get(b"format") != FORMAT:
+        raise ArtifactCorrupt(
+            f"payload {where} has format {table.schema.metadata}",
+            expected=FORMAT.decode(),
+            action="read this run with the Tidegate version that wrote it",
+            code="format",
+        )
+    plain = {name: table.column(name).to_pylist() for name in _SCHEMA.names if name not in _LISTS}
+    lists = {name: _split(table.column(name).combine_chunks()) for name in _LISTS}
+    return [_turn_row(plain, lists, index) for index in range(table.num_rows)]
+
+
+def _split(column: Any) -> list[npt.NDArray[Any]]:
+    values, offsets = column.values.to_numpy(), column.offsets.to_numpy()
+    return [values[start:end] for start, end in pairwise(offsets)]
+
+
+def _turn_row(plain: dict[str, list[Any]], lists: dict[str, list[npt.NDArray[Any]]], index: int) -> TurnRow:
+    spans = zip(
+        *(lists[name][index].tolist() for name in ("span_incarnations", "span_versions", "span_ends")), strict=True
+    )
+    return TurnRow(
+        group=plain["group"][index],
+        sibling=plain["sibling"][index],
+        attempt=plain["attempt"][index],
+        turn=plain["turn"][index],
+        start=plain["start"][index],
+        tokens=lists["tokens"][index],
+        logprobs=lists["logprobs"][index],
+        mask=lists["mask"][index],
+        spans=tuple(VersionSpan(*span) for span in spans),
+        done=plain["done"][index],
+        reward=plain["reward"][index],
+        record=plain["record"][index],
+    )

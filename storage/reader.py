@@ -1,0 +1,76 @@
+"""Reading token rows back: from a hot copy, from the journal segment they travel in, or from their payload file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from storage.errors import ObjectMissing
+from storage.filesystem import Store
+from storage.journal import read_segment
+from storage.ledger import Block
+from storage.payload import TurnRow, decode_block
+from storage.runs import RunPaths
+from storage.samples import misfit
+from storage.schema import PayloadStored
+
+MAX_DECODED = 1024
+
+
+class PayloadReader:
+    """Reads rows of blocks from a hot copy if there is one, else from the store.
+
+    `hot` gives the bytes of a block or None. The last `MAX_DECODED` blocks stay decoded.
+    """
+
+    def __init__(self, store: Store, run: str, hot: Callable[[str], bytes | None] = lambda name: None) -> None:
+        self._store, self._run, self._hot = store, run, hot
+        self._decoded: dict[str, list[TurnRow]] = {}
+        self._slot: tuple[int, dict[str, bytes]] = (-1, {})
+
+    def rows(self, references: Sequence[tuple[str, int]], blocks: Mapping[str, Block]) -> list[TurnRow]:
+        """The turn rows of `references` (block, row). Raises `ReferenceInvalid`, `ArtifactCorrupt`."""
+        return [self._row(name, index, blocks) for name, index in references]
+
+    def _row(self, name: str, index: int, blocks: Mapping[str, Block]) -> TurnRow:
+        rows = self._decoded.get(name)
+        if rows is None:
+            block = blocks.get(name)
+            if block is None:
+                raise misfit(f"block {name}", "no record stored it", "a payload_stored record", "orphan")
+            rows = decode_block(self.block_bytes(name, block), block.digest, name)
+            self.remember(name, rows)
+        if not 0 <= index < len(rows):
+            raise misfit(f"block {name}", f"row {index} of {len(rows)}", "an existing row", "row_missing")
+        return rows[index]
+
+    def remember(self, name: str, rows: list[TurnRow]) -> None:
+        """Keep a decoded block; the oldest one goes when there are too many."""
+        self._decoded[name] = rows
+        if len(self._decoded) > MAX_DECODED:
+            del self._decoded[next(iter(self._decoded))]
+
+    def block_bytes(self, name: str, block: Block) -> bytes:
+        """The bytes of a stored block, not yet checked against its digest. Raises `ReferenceInvalid`."""
+        data = self._hot(name)
+        if data is not None:
+            return data
+        if not block.inline:
+            try:
+                return self._store.read(RunPaths(self._run).block(name))
+            except ObjectMissing as error:
+                raise misfit(f"block {name}", "no such object", "a payload file", "missing") from error
+        if self._slot[0] != block.slot:
+            self._slot = (block.slot, inline_blocks(self._store, self._run, block.slot))
+        if name not in self._slot[1]:
+            raise misfit(f"block {name}", f"not in slot {block.slot}", "an inline payload there", "missing")
+        return self._slot[1][name]
+
+
+def inline_blocks(store: Store, run: str, slot: int) -> dict[str, bytes]:
+    """All payload blocks that travel inline in one segment, by name."""
+    segment = read_segment(store, run, slot) if slot >= 0 else None
+    return {
+        row.record.block: row.blob
+        for row in (segment.rows if segment else ())
+        if isinstance(row.record, PayloadStored) and row.blob is not None
+    }

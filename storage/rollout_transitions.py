@@ -1,0 +1,251 @@
+"""Transitions of groups and their rollouts, from the source to settlement. See `storage.transitions`."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from storage import schema
+from storage.errors import AttemptReused, ContinuationInvalid, IllegalTransition, TwoOwners
+from storage.ledger import (
+    UNKNOWN_VERSION,
+    Block,
+    Boundary,
+    Group,
+    GroupState,
+    Ledger,
+    Quarantined,
+    Rollout,
+    RolloutState,
+)
+from storage.schema import Record
+
+LOSSES = frozenset({"worker_lost", "engine_lost"})
+"""Ends of attempts that say nothing about the prompt; they have a budget of their own."""
+
+
+def illegal(record: Record, seq: int, found: str, expected: str) -> IllegalTransition:
+    return IllegalTransition(
+        f"record {seq} ({schema.KIND_OF[type(record)]}): {found}",
+        expected=expected,
+        action="the journal was altered or written by two owners; fork from the last good position",
+    )
+
+
+def _live(ledger: Ledger, seq: int, record: Any, ordinal: int, sibling: int, attempt: int) -> tuple[Group, Rollout]:
+    """The rollout whose current attempt is live and is exactly this one."""
+    group = ledger.group(ordinal, record, seq)
+    rollout = _sibling(ledger, group, sibling, record, seq)
+    if rollout.state is not RolloutState.LIVE or rollout.attempt != attempt:
+        raise illegal(
+            record,
+            seq,
+            f"rollout {ordinal}/{sibling} is {rollout.state.value} at attempt {rollout.attempt}",
+            f"live at attempt {attempt}",
+        )
+    return group, rollout
+
+
+def _sibling(ledger: Ledger, group: Group, sibling: int, record: Record, seq: int) -> Rollout:
+    if not 0 <= sibling < ledger.num_siblings:
+        raise illegal(record, seq, f"sibling {sibling} of group {group.ordinal}", f"0..{ledger.num_siblings - 1}")
+    return group.rollouts[sibling]
+
+
+def end_attempt(ledger: Ledger, group: Group, rollout: Rollout) -> None:
+    rollout.state = RolloutState.WAITING
+    group.num_live -= 1
+    ledger.live -= 1
+    if not group.num_live:
+        ledger.set_state(group, GroupState.RESERVED)
+
+
+def group_reserved(ledger: Ledger, seq: int, record: schema.GroupReserved) -> None:
+    if record.first != ledger.frontier or record.count < 1:
+        raise illegal(record, seq, f"{record.count} ordinals from {record.first}", f"ordinals from {ledger.frontier}")
+    for ordinal in range(record.first, record.first + record.count):
+        ledger.add_group(Group(ordinal, [Rollout() for _ in range(ledger.num_siblings)]))
+    ledger.frontier += record.count
+
+
+def attempts_minted(ledger: Ledger, seq: int, record: schema.AttemptsMinted) -> None:
+    group = ledger.group(record.group, record, seq)
+    if group.state not in (GroupState.RESERVED, GroupState.GENERATING) or not record.siblings:
+        raise illegal(record, seq, f"group {record.group} is {group.state.value}", "reserved or generating")
+    if len(set(record.siblings)) != len(record.siblings):
+        raise illegal(record, seq, f"siblings {record.siblings}", "distinct siblings")
+    if not len(record.siblings) == len(record.attempts) == len(record.boundaries):
+        raise illegal(record, seq, "columns of different lengths", "one attempt and one boundary per sibling")
+    for sibling, attempt, boundary in zip(record.siblings, record.attempts, record.boundaries, strict=True):
+        _check_mint(_sibling(ledger, group, sibling, record, seq), record, seq, sibling, attempt, boundary)
+    for sibling, attempt, boundary in zip(record.siblings, record.attempts, record.boundaries, strict=True):
+        rollout = group.rollouts[sibling]
+        if boundary < 0:
+            ledger.drop_work(rollout)
+        ledger.counts["rollouts_regenerated"] += rollout.closed_by_claim
+        ledger.counts["rollouts_continued"] += boundary >= 0
+        rollout.closed_by_claim = False
+        rollout.attempt, rollout.incarnation, rollout.state = attempt, ledger.incarnation, RolloutState.LIVE
+        rollout.minted_version = record.version
+    group.num_live += len(record.siblings)
+    ledger.live += len(record.siblings)
+    ledger.dispatched += not group.dispatched
+    group.dispatched = True
+    ledger.set_state(group, GroupState.GENERATING)
+    ledger.set_oldest(group)
+    ledger.counts["rollouts_minted"] += len(record.siblings)
+
+
+def _check_mint(
+    rollout: Rollout, record: schema.AttemptsMinted, seq: int, sibling: int, attempt: int, boundary: int
+) -> None:
+    if rollout.state is not RolloutState.WAITING:
+        raise illegal(record, seq, f"rollout {record.group}/{sibling} is {rollout.state.value}", "waiting")
+    if attempt != rollout.attempt + 1:
+        raise AttemptReused(
+            f"record {seq}: attempt {attempt} of rollout {record.group}/{sibling}",
+            expected=f"attempt {rollout.attempt + 1}",
+            action="attempt numbers are contiguous; the journal was altered",
+        )
+    last = rollout.boundary.index if rollout.boundary else -1
+    if boundary not in (-1, last):
+        raise ContinuationInvalid(
+            f"record {seq}: rollout {record.group}/{sibling} continues from boundary {boundary}",
+            expected=f"its last boundary {last}, or -1",
+            action="the journal was altered; fork from the last good position",
+        )
+
+
+def attempt_abandoned(ledger: Ledger, seq: int, record: schema.AttemptAbandoned) -> None:
+    group, rollout = _live(ledger, seq, record, record.group, record.sibling, record.attempt)
+    if record.reason in LOSSES:
+        rollout.losses += 1
+    else:
+        rollout.failures += 1
+    end_attempt(ledger, group, rollout)
+    ledger.set_oldest(group)
+    ledger.counts[f"abandoned_{record.reason}"] += 1
+
+
+def payload_stored(ledger: Ledger, seq: int, record: schema.PayloadStored) -> None:
+    if record.block in ledger.blocks:
+        raise TwoOwners(
+            f"record {seq}: block {record.block!r} stored twice",
+            expected="a new block name",
+            action="two writers share a name; the journal was altered",
+            code="token_row",
+        )
+    ledger.blocks[record.block] = Block(record.digest, record.size, record.inline)
+    if record.inline:
+        ledger.add_unplaced(seq, record.block)
+
+
+def turn_committed(ledger: Ledger, seq: int, record: schema.TurnCommitted) -> None:
+    group, rollout = _live(ledger, seq, record, record.group, record.sibling, record.attempt)
+    turn = rollout.boundary.turn + 1 if rollout.boundary else 0
+    if record.turn != turn or record.boundary != rollout.boundaries:
+        raise ContinuationInvalid(
+            f"record {seq}: rollout {record.group}/{record.sibling} boundary {record.boundary}, turn {record.turn}",
+            expected=f"boundary {rollout.boundaries}, turn {turn}",
+            action="coordinates only go forward; the journal was altered",
+        )
+    ledger.use_row((record.block, record.row), record, seq)
+    rollout.rows += ((record.block, record.row),)
+    rollout.boundaries = record.boundary + 1
+    rollout.boundary = Boundary(record.boundary, record.turn, record.state, record.attempt)
+    rollout.oldest = _older(rollout.oldest, record.oldest)
+    ledger.set_oldest(group)
+
+
+def _older(known: int, version: int) -> int:
+    return version if known == UNKNOWN_VERSION else min(known, version)
+
+
+def sealed(ledger: Ledger, seq: int, record: schema.Sealed) -> None:
+    _check_seals(ledger, seq, record)
+    for index, (ordinal, sibling) in enumerate(zip(record.groups, record.siblings, strict=True)):
+        group = ledger.groups[ordinal]
+        rollout = group.rollouts[sibling]
+        row = (record.block, record.rows[index])
+        ledger.use_row(row, record, seq)
+        rollout.rows += (row,)
+        rollout.state, rollout.reward = RolloutState.SEALED, record.rewards[index]
+        rollout.tokens, rollout.oldest = record.tokens[index], _older(rollout.oldest, record.oldest[index])
+        group.num_live -= 1
+        group.num_sealed += 1
+        ledger.live -= 1
+    for ordinal in set(record.groups):
+        group = ledger.groups[ordinal]
+        if not group.num_live and group.num_sealed < ledger.num_siblings:
+            ledger.set_state(group, GroupState.RESERVED)
+        ledger.set_oldest(group)
+    ledger.counts["rollouts_sealed"] += len(record.groups)
+    ledger.counts["tokens_sealed"] += sum(record.tokens)
+
+
+def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> None:
+    columns = (record.siblings, record.attempts, record.rows, record.tokens, record.oldest, record.rewards)
+    if not record.groups or any(len(column) != len(record.groups) for column in columns):
+        raise illegal(record, seq, f"columns of {[len(c) for c in columns]} values", "equal, non-empty columns")
+    if len(set(zip(record.groups, record.siblings, strict=True))) != len(record.groups):
+        raise illegal(record, seq, "two seals of one rollout", "each rollout once")
+    for index, (ordinal, sibling) in enumerate(zip(record.groups, record.siblings, strict=True)):
+        _live(ledger, seq, record, ordinal, sibling, record.attempts[index])
+        if not math.isfinite(record.rewards[index]) or record.tokens[index] < 0:
+            raise illegal(record, seq, f"rollout {ordinal}/{sibling} reward {record.rewards[index]}", "a finite reward")
+    ledger.check_block(record.block, record, seq)
+
+
+def group_completed(ledger: Ledger, seq: int, record: schema.GroupCompleted) -> None:
+    for ordinal in record.groups:
+        group = ledger.group(ordinal, record, seq)
+        if group.num_sealed != ledger.num_siblings or group.state is not GroupState.GENERATING:
+            raise illegal(
+                record,
+                seq,
+                f"group {ordinal} is {group.state.value} with {group.num_sealed} sealed siblings",
+                f"generating with {ledger.num_siblings}",
+            )
+    for ordinal in record.groups:
+        group = ledger.groups[ordinal]
+        ledger.set_state(group, GroupState.COMPLETED)
+        group.completed_seq = seq
+
+
+def group_discarded(ledger: Ledger, seq: int, record: schema.GroupDiscarded) -> None:
+    for ordinal in record.groups:
+        if ledger.group(ordinal, record, seq).state is GroupState.LEASED:
+            raise illegal(record, seq, f"group {ordinal} is leased", "a group that no lease holds")
+    for ordinal in record.groups:
+        ledger.settle(ledger.groups[ordinal])
+        ledger.discarded.add(ordinal)
+    ledger.counts[f"discarded_{record.reason}"] += len(record.groups)
+
+
+def group_requeued(ledger: Ledger, seq: int, record: schema.GroupRequeued) -> None:
+    group = ledger.group(record.group, record, seq)
+    if group.state not in (GroupState.COMPLETED, GroupState.RESERVED) or group.num_live or not group.dispatched:
+        raise illegal(record, seq, f"group {record.group} is {group.state.value}", "dispatched, completed or waiting")
+    for rollout in group.rollouts:
+        ledger.drop_work(rollout)
+    group.num_sealed = 0
+    ledger.set_state(group, GroupState.RESERVED)
+    ledger.set_oldest(group)
+    ledger.counts[f"requeued_{record.reason}"] += 1
+
+
+def group_quarantined(ledger: Ledger, seq: int, record: schema.GroupQuarantined) -> None:
+    group = ledger.group(record.group, record, seq)
+    if group.num_live or group.state is not GroupState.RESERVED:
+        raise illegal(record, seq, f"group {record.group} is {group.state.value}", "waiting, with no live attempt")
+    used = tuple(rollout.attempt for rollout in group.rollouts), tuple(rollout.boundaries for rollout in group.rollouts)
+    ledger.settle(group)
+    ledger.quarantined[record.group] = Quarantined(record.reason, *used)
+
+
+def quarantine_released(ledger: Ledger, seq: int, record: schema.QuarantineReleased) -> None:
+    found = ledger.quarantined.pop(record.group, None)
+    if found is None:
+        raise illegal(record, seq, f"group {record.group} is not quarantined", "a quarantined group")
+    rollouts = [Rollout(attempt=a, boundaries=b) for a, b in zip(found.attempts, found.boundaries, strict=True)]
+    ledger.add_group(Group(record.group, rollouts))

@@ -1,0 +1,145 @@
+"""Where the parts of a run lie, and run.json: who the run is. run.json is created exclusively and never changes."""
+
+from __future__ import annotations
+
+import re
+
+import msgspec
+
+from storage.errors import (
+    ArtifactCorrupt,
+    ConfigurationRefused,
+    FingerprintMismatch,
+    ObjectExists,
+    ObjectMissing,
+    RunExists,
+    SchemaUnsupported,
+    UnknownRun,
+)
+from storage.filesystem import Store
+from storage.schema import FIELD_HASH, SCHEMA
+
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
+
+
+class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What gives a run its meaning. `fingerprints` (name -> digest) must be equal at every resume; `settings` are the
+    first incarnation's other settings, kept for people and for `tidegate resume`."""
+
+    schema: int
+    fields: str
+    run: str
+    created: float
+    num_siblings: int
+    staleness: int | None
+    fingerprints: dict[str, str]
+    settings: dict[str, object]
+
+
+def make_run(
+    *,
+    run: str,
+    created: float,
+    num_siblings: int,
+    staleness: int | None,
+    fingerprints: dict[str, str],
+    settings: dict[str, object],
+) -> RunInfo:
+    """A `RunInfo` of this program's schema. Raises `ConfigurationRefused` for a name that is not a plain word."""
+    if not _NAME.fullmatch(run):
+        raise ConfigurationRefused(
+            f"run name {run!r}",
+            expected="letters, digits, '.', '_' and '-', at most 100, starting with a letter or digit",
+            action="choose another run name",
+        )
+    return RunInfo(SCHEMA, FIELD_HASH, run, created, num_siblings, staleness, fingerprints, settings)
+
+
+class RunPaths:
+    """Keys of a run below the store's root."""
+
+    def __init__(self, run: str) -> None:
+        self.root = f"runs/{run}"
+        self.info = f"{self.root}/run.json"
+        self.journal = f"{self.root}/journal"
+        self.payload = f"{self.root}/payload"
+        self.objects = f"{self.root}/objects"
+        self.checkpoints = f"{self.root}/checkpoints"
+
+    def segment(self, slot: int) -> str:
+        return f"{self.journal}/{slot:012d}.arrow"
+
+    def block(self, name: str) -> str:
+        return f"{self.payload}/{name}.arrow"
+
+    def object(self, digest: str) -> str:
+        return f"{self.objects}/{digest}"
+
+    def manifest(self, name: str) -> str:
+        return f"{self.checkpoints}/{name}"
+
+
+def create_run(store: Store, info: RunInfo) -> None:
+    """Create run.json. Raises `RunExists`."""
+    try:
+        store.create(RunPaths(info.run).info, msgspec.json.format(msgspec.json.encode(info), indent=1))
+    except ObjectExists as error:
+        raise RunExists(
+            f"run {info.run!r} in {store.url}", expected="a new name", action="resume it, or choose another name"
+        ) from error
+
+
+def list_runs(store: Store) -> list[str]:
+    """Names of runs, from a listing: a help for people."""
+    return sorted({key.split("/")[1] for key in store.list("runs") if key.endswith("/run.json")})
+
+
+def open_run(store: Store, run: str) -> RunInfo:
+    """Read and check run.json. Raises `UnknownRun`, `SchemaUnsupported`, `ArtifactCorrupt`."""
+    try:
+        data = store.read(RunPaths(run).info)
+    except ObjectMissing as error:
+        known = ", ".join(list_runs(store)[:10]) or "no run"
+        raise UnknownRun(
+            f"no run {run!r} in {store.url}, which holds {known}",
+            expected="an existing run",
+            action="check the name and the storage url",
+        ) from error
+    try:
+        stated = msgspec.json.decode(data)
+        found = (stated["schema"], stated["fields"])
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise ArtifactCorrupt(
+            f"{RunPaths(run).info} is not readable: {error}",
+            expected="a run description",
+            action="restore the object from a copy",
+        ) from error
+    if found != (SCHEMA, FIELD_HASH):
+        raise SchemaUnsupported(
+            f"run {run!r} has schema {found[0]}, fields {found[1]}",
+            expected=f"schema {SCHEMA}, fields {FIELD_HASH}",
+            action="read this run with the Tidegate version that wrote it; nothing was changed",
+        )
+    info = msgspec.convert(stated, RunInfo)
+    if info.run != run:
+        raise ArtifactCorrupt(
+            f"{RunPaths(run).info} describes run {info.run!r}",
+            expected=f"run {run!r}",
+            action="a run cannot be copied under another name; restore the object",
+            code="mixed_cut",
+        )
+    return info
+
+
+def check_fingerprints(info: RunInfo, fingerprints: dict[str, str], num_siblings: int) -> None:
+    """Refuse to continue a run with data of another meaning. Raises `FingerprintMismatch`."""
+    wanted = {**fingerprints, "num_siblings": str(num_siblings)}
+    stored = {**info.fingerprints, "num_siblings": str(info.num_siblings)}
+    for name in sorted(wanted.keys() | stored.keys()):
+        if wanted.get(name) != stored.get(name):
+            raise FingerprintMismatch(
+                f"{name} = {wanted.get(name, 'absent')[:60]}",
+                expected=f"{name} = {stored.get(name, 'absent')[:60]}, as run {info.run!r} was started with",
+                action="resume with the settings of the run, or start a new run",
+                code=f"fingerprint_{name}",
+            )

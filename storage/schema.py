@@ -1,0 +1,234 @@
+"""The records of the journal: what can be said about a run, in one place.
+
+A record is frozen, strictly typed, and stored as one narrow row (kind, JSON body, optional bytes). Unknown kinds and
+fields refuse. `FIELD_HASH` covers every kind, field and type, so that two programs with different records never read
+each other's journals by accident. The first released schema is 1; a revision before the release is refused, never
+upgraded.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from typing import get_type_hints
+
+import msgspec
+
+SCHEMA = 1
+
+
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """Base of all records. Ordinals, steps, attempts and versions count from 0; tuples in one record run parallel."""
+
+
+class RunClaimed(Record, frozen=True, forbid_unknown_fields=True):
+    """A new incarnation owns the run; every live attempt of older ones is closed."""
+
+    incarnation: int
+    owner: str
+    reason: str
+
+
+class PolicyPublished(Record, frozen=True, forbid_unknown_fields=True):
+    """Policy version (incarnation, number) may be activated. `number` = committed steps it contains."""
+
+    incarnation: int
+    number: int
+    digest: str
+    parent: str
+
+
+class GroupReserved(Record, frozen=True, forbid_unknown_fields=True):
+    """The next `count` ordinals, from `first`, left the source."""
+
+    first: int
+    count: int
+
+
+class AttemptsMinted(Record, frozen=True, forbid_unknown_fields=True):
+    """Attempts of siblings of one group; `boundaries` is the claimed continuation's boundary index, -1 from scratch.
+
+    `version` is the policy version that all serving engines have confirmed at this moment.
+    """
+
+    group: int
+    siblings: tuple[int, ...]
+    attempts: tuple[int, ...]
+    boundaries: tuple[int, ...]
+    version: int
+
+
+class AttemptAbandoned(Record, frozen=True, forbid_unknown_fields=True):
+    """An attempt ended without a result. `reason` is an `Outcome` value; `detail` is for people."""
+
+    group: int
+    sibling: int
+    attempt: int
+    reason: str
+    detail: str
+
+
+class PayloadStored(Record, frozen=True, forbid_unknown_fields=True):
+    """A block of token rows is durable: in this row's bytes (`inline`) or as payload/<block>.arrow."""
+
+    block: str
+    digest: str
+    size: int
+    inline: bool
+
+
+class TurnCommitted(Record, frozen=True, forbid_unknown_fields=True):
+    """A boundary of a multi-turn rollout. `turn`'s tokens are row `row` of `block`; `state` is the environment's."""
+
+    group: int
+    sibling: int
+    attempt: int
+    boundary: int
+    turn: int
+    block: str
+    row: int
+    oldest: int
+    state: bytes
+
+
+class Sealed(Record, frozen=True, forbid_unknown_fields=True):
+    """Finished attempts that came together; `rows` are the rows of their last turns in `block`.
+
+    `oldest` is the oldest version that generated a token of the last turn; `tokens` counts generated tokens of it.
+    """
+
+    block: str
+    groups: tuple[int, ...]
+    siblings: tuple[int, ...]
+    attempts: tuple[int, ...]
+    rows: tuple[int, ...]
+    tokens: tuple[int, ...]
+    oldest: tuple[int, ...]
+    rewards: tuple[float, ...]
+
+
+class GroupCompleted(Record, frozen=True, forbid_unknown_fields=True):
+    """All siblings of these groups are sealed and the groups may be leased."""
+
+    groups: tuple[int, ...]
+
+
+class GroupDiscarded(Record, frozen=True, forbid_unknown_fields=True):
+    """Settled without training: filtered, end of source, run finished."""
+
+    groups: tuple[int, ...]
+    reason: str
+
+
+class GroupRequeued(Record, frozen=True, forbid_unknown_fields=True):
+    """The group starts whole again; its sealed siblings are dropped."""
+
+    group: int
+    reason: str
+
+
+class GroupQuarantined(Record, frozen=True, forbid_unknown_fields=True):
+    """Settled because an attempt budget was spent; only a person releases it."""
+
+    group: int
+    reason: str
+
+
+class QuarantineReleased(Record, frozen=True, forbid_unknown_fields=True):
+    """A person gave the group another budget."""
+
+    group: int
+
+
+class LeaseIssued(Record, frozen=True, forbid_unknown_fields=True):
+    """The trainer may train `step` on `groups`, in this order, with policy version `version`."""
+
+    lease: int
+    step: int
+    groups: tuple[int, ...]
+    version: int
+    final: bool
+
+
+class LeaseRolledBack(Record, frozen=True, forbid_unknown_fields=True):
+    """The lease ended untrained; its groups are completed again."""
+
+    lease: int
+    reason: str
+
+
+class StepCommitted(Record, frozen=True, forbid_unknown_fields=True):
+    """The optimizer step happened; its lease is consumed. The digests are those after the step."""
+
+    step: int
+    lease: int
+    state_digest: str
+    weights_digest: str
+    metrics: dict[str, float]
+
+
+class StepRedone(Record, frozen=True, forbid_unknown_fields=True):
+    """A committed step was trained again after a restore; the digests are what came out."""
+
+    step: int
+    state_digest: str
+    weights_digest: str
+    matches: bool
+
+
+class CheckpointPublished(Record, frozen=True, forbid_unknown_fields=True):
+    """The trainer's state after `step` is complete in the store; `position` is the sequence number of that commit."""
+
+    step: int
+    position: int
+    manifest: str
+    digest: str
+    size: int
+    written: int
+
+
+class ConfigChanged(Record, frozen=True, forbid_unknown_fields=True):
+    """Settings that differ from those of the previous incarnation, as "old -> new"."""
+
+    changes: dict[str, str]
+
+
+class RunFinished(Record, frozen=True, forbid_unknown_fields=True):
+    """Nothing follows but claims; a resume is a no-op."""
+
+    reason: str
+
+
+KINDS: dict[str, type[Record]] = {
+    "run_claimed": RunClaimed,
+    "policy_published": PolicyPublished,
+    "group_reserved": GroupReserved,
+    "attempts_minted": AttemptsMinted,
+    "attempt_abandoned": AttemptAbandoned,
+    "payload_stored": PayloadStored,
+    "turn_committed": TurnCommitted,
+    "sealed": Sealed,
+    "group_completed": GroupCompleted,
+    "group_discarded": GroupDiscarded,
+    "group_requeued": GroupRequeued,
+    "group_quarantined": GroupQuarantined,
+    "quarantine_released": QuarantineReleased,
+    "lease_issued": LeaseIssued,
+    "lease_rolled_back": LeaseRolledBack,
+    "step_committed": StepCommitted,
+    "step_redone": StepRedone,
+    "checkpoint_published": CheckpointPublished,
+    "config_changed": ConfigChanged,
+    "run_finished": RunFinished,
+}
+KIND_OF: dict[type[Record], str] = {record: kind for kind, record in KINDS.items()}
+
+
+def _field_hash() -> str:
+    lines = [
+        f"{kind}:{','.join(f'{name}={kind_!r}' for name, kind_ in get_type_hints(record).items())}"
+        for kind, record in KINDS.items()
+    ]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
+
+
+FIELD_HASH = _field_hash()

@@ -1,0 +1,173 @@
+"""One journal segment: an Arrow IPC file of narrow rows that carries its own digest.
+
+The digest is part of the schema metadata, so the file stays a plain Arrow file that any reader opens. It is computed
+with its own 64 digits set to zero and checked on the raw bytes before anything is parsed: Arrow's parser accepts
+flipped bits. The header also holds the digest of the previous segment, which makes the journal a hash chain.
+"""
+
+# pyright: reportUnknownMemberType=false
+# (pyarrow's stubs are partial)
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+import pyarrow as pa
+
+from storage.errors import ArtifactCorrupt, SchemaUnsupported
+from storage.schema import FIELD_HASH, KIND_OF, KINDS, SCHEMA, Record
+
+FORMAT = "tidegate-journal"
+GENESIS = "0" * 64
+_TAG = b"tidegate-segment-sha256:"
+_UNSET = _TAG + b"0" * 64
+_DIGEST = re.compile(_TAG + rb"([0-9a-f]{64})")
+_SCHEMA = pa.schema(
+    [
+        pa.field("seq", pa.int64(), nullable=False),
+        pa.field("time", pa.float64(), nullable=False),
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("body", pa.string(), nullable=False),
+        pa.field("blob", pa.binary()),
+    ]
+)
+_encode = msgspec.json.Encoder().encode
+_decoders = {kind: msgspec.json.Decoder(record) for kind, record in KINDS.items()}
+
+
+class Row(NamedTuple):
+    """A record at its place in the journal. `time` is Unix seconds, `blob` the bytes of an inline payload."""
+
+    seq: int
+    time: float
+    record: Record
+    blob: bytes | None = None
+
+
+class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What a segment says about itself. `first`..`last` are sequence numbers, `previous` the chain."""
+
+    format: str
+    schema: int
+    fields: str
+    run: str
+    incarnation: int
+    writer: str
+    slot: int
+    first: int
+    last: int
+    previous: str
+
+
+class Segment(NamedTuple):
+    header: Header
+    rows: list[Row]
+    digest: str
+
+
+def make_header(*, run: str, incarnation: int, writer: str, slot: int, first: int, last: int, previous: str) -> Header:
+    return Header(FORMAT, SCHEMA, FIELD_HASH, run, incarnation, writer, slot, first, last, previous)
+
+
+def encode_segment(header: Header, rows: Sequence[Row]) -> tuple[bytes, str]:
+    """The segment's bytes and its digest (hex sha256)."""
+    metadata: dict[bytes | str, bytes | str] = {"tidegate": _encode(header), "digest": _UNSET}
+    batch = pa.record_batch(
+        [
+            pa.array([row.seq for row in rows], pa.int64()),
+            pa.array([row.time for row in rows], pa.float64()),
+            pa.array([KIND_OF[type(row.record)] for row in rows], pa.string()),
+            pa.array([_encode(row.record) for row in rows], pa.binary()).cast(pa.string()),
+            pa.array([row.blob for row in rows], pa.binary()),
+        ],
+        schema=_SCHEMA.with_metadata(metadata),
+    )
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, batch.schema) as writer:
+        writer.write_batch(batch)
+    data = bytearray(sink.getvalue())
+    digest = hashlib.sha256(data).hexdigest()
+    for match in list(_DIGEST.finditer(data)):
+        data[match.start(1) : match.end(1)] = digest.encode()
+    return bytes(data), digest
+
+
+def check_digest(data: bytes, where: str) -> str:
+    """The digest a segment carries, proven on its raw bytes. Raises `ArtifactCorrupt`."""
+    matches = list(_DIGEST.finditer(data))
+    stated = {match.group(1).decode() for match in matches}
+    if len(stated) != 1:
+        raise _corrupt(where, f"{len(stated)} stated digests", "one digest in the schema metadata", "digest")
+    blank = bytearray(data)
+    for match in matches:
+        blank[match.start(1) : match.end(1)] = b"0" * 64
+    actual, expected = hashlib.sha256(blank).hexdigest(), stated.pop()
+    if actual != expected:
+        raise _corrupt(where, f"sha256 {actual[:16]}…", f"sha256 {expected[:16]}…", "digest")
+    return expected
+
+
+def decode_segment(data: bytes, where: str) -> Segment:
+    """Check the digest, then parse. Raises `ArtifactCorrupt` and `SchemaUnsupported`; `where` names the object."""
+    digest = check_digest(data, where)
+    table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
+    header = _decode_header(table.schema, where)
+    columns = [table.column(name).to_pylist() for name in _SCHEMA.names]
+    rows = [
+        Row(seq, time, _decode_record(kind, body, where), blob)
+        for seq, time, kind, body, blob in zip(*columns, strict=True)
+    ]
+    if (
+        not rows
+        or (rows[0].seq, rows[-1].seq) != (header.first, header.last)
+        or len(rows) != header.last - header.first + 1
+    ):
+        raise _corrupt(where, f"{len(rows)} rows", f"rows {header.first}..{header.last}", "mixed_cut")
+    return Segment(header, rows, digest)
+
+
+def _decode_header(schema: pa.Schema, where: str) -> Header:
+    text = (schema.metadata or {}).get(b"tidegate", b"")
+    try:
+        stated = msgspec.json.decode(text)
+        found = (stated["format"], stated["schema"], stated["fields"])
+    except (msgspec.DecodeError, KeyError, TypeError) as error:
+        raise _corrupt(where, "no readable header", "a Tidegate segment header", "header") from error
+    if found != (FORMAT, SCHEMA, FIELD_HASH):
+        raise SchemaUnsupported(
+            f"{where}: format {found[0]}, schema {found[1]}, fields {found[2]}",
+            expected=f"format {FORMAT}, schema {SCHEMA}, fields {FIELD_HASH}",
+            action="read this run with the Tidegate version that wrote it; nothing was changed",
+        )
+    return msgspec.convert(stated, Header)
+
+
+def _decode_record(kind: str, body: str, where: str) -> Record:
+    decoder = _decoders.get(kind)
+    try:
+        if decoder is not None:
+            return decoder.decode(body)
+    except msgspec.DecodeError as error:
+        raise SchemaUnsupported(
+            f"{where}: record {kind} {body[:80]}: {error}",
+            expected="the fields of this schema",
+            action="read this run with the Tidegate version that wrote it; nothing was changed",
+        ) from error
+    raise SchemaUnsupported(
+        f"{where}: record of unknown kind {kind!r}",
+        expected=f"one of {', '.join(KINDS)}",
+        action="read this run with the Tidegate version that wrote it; nothing was changed",
+    )
+
+
+def _corrupt(where: str, found: str, expected: str, code: str) -> ArtifactCorrupt:
+    return ArtifactCorrupt(
+        f"{where}: {found}",
+        expected=expected,
+        action="restore the object from a copy, or fork from the last good position",
+        code=code,
+    )

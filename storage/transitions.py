@@ -1,0 +1,212 @@
+"""The state machine of a run: which record may follow which, in one place.
+
+The same transitions run live and at restore. One that is not allowed raises a typed error that names the record, its
+sequence number, what was found and what was expected, and changes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from storage import rollout_transitions as rollouts
+from storage import schema
+from storage.errors import LedgerInvalid, TwoOwners
+from storage.ledger import (
+    RETAINED_CHECKPOINTS,
+    GroupState,
+    Lease,
+    Ledger,
+    Policy,
+    RolloutState,
+    Step,
+    TrainedGroup,
+)
+from storage.rollout_transitions import end_attempt, illegal
+from storage.schema import Record
+
+
+def apply(ledger: Ledger, seq: int, record: Record) -> None:
+    """One transition. Raises `LedgerInvalid` and its kin, having changed nothing."""
+    if seq != ledger.next_seq:
+        raise LedgerInvalid(
+            f"record {seq}",
+            expected=f"record {ledger.next_seq}",
+            action="the journal has a hole; restore it from a copy",
+            code="cursor",
+        )
+    if ledger.finished and not isinstance(record, schema.RunClaimed):
+        raise illegal(record, seq, f"run finished ({ledger.finished})", "only claims after the end")
+    if ledger.incarnation == 0 and not isinstance(record, schema.RunClaimed):
+        raise illegal(record, seq, "an unclaimed run", "a claim as the first record")
+    TRANSITIONS[type(record)](ledger, seq, record)
+    ledger.next_seq = seq + 1
+    ledger.counts[schema.KIND_OF[type(record)]] += 1
+
+
+def _run_claimed(ledger: Ledger, seq: int, record: schema.RunClaimed) -> None:
+    if record.incarnation != ledger.incarnation + 1:
+        raise illegal(
+            record, seq, f"claim of incarnation {record.incarnation}", f"incarnation {ledger.incarnation + 1}"
+        )
+    for group in ledger.groups.values():
+        if group.state is GroupState.GENERATING:
+            for rollout in group.rollouts:
+                if rollout.state is RolloutState.LIVE:
+                    rollout.closed_by_claim = True
+                    ledger.counts["attempts_closed_by_claim"] += 1
+                    end_attempt(ledger, group, rollout)
+            ledger.set_oldest(group)
+    if ledger.incarnation:
+        ledger.counts["rollouts_reused"] += sum(group.num_sealed for group in ledger.groups.values())
+        ledger.counts["groups_reused"] += len(ledger.completed) + (len(ledger.lease.groups) if ledger.lease else 0)
+    ledger.incarnation = record.incarnation
+
+
+def _policy_published(ledger: Ledger, seq: int, record: schema.PolicyPublished) -> None:
+    parent = ledger.policy.digest if ledger.policy else ""
+    if record.incarnation != ledger.incarnation or record.number != ledger.step or record.parent != parent:
+        raise illegal(
+            record,
+            seq,
+            f"version ({record.incarnation}, {record.number}) after {record.parent[:12]!r}",
+            f"version ({ledger.incarnation}, {ledger.step}) after {parent[:12]!r}",
+        )
+    weights = ledger.weights_digest if ledger.step else ledger.initial_weights or record.digest
+    if record.digest != weights:
+        raise illegal(record, seq, f"weights {record.digest[:12]}", f"weights {weights[:12]} of step {ledger.step}")
+    ledger.initial_weights = ledger.initial_weights or record.digest
+    ledger.policy = Policy(record.incarnation, record.number, record.digest)
+
+
+def _lease_issued(ledger: Ledger, seq: int, record: schema.LeaseIssued) -> None:
+    if ledger.lease is not None:
+        raise TwoOwners(
+            f"record {seq}: lease {record.lease} while lease {ledger.lease.lease} is open",
+            expected="no open lease",
+            action="one lease at a time; the journal was altered",
+            code="lease",
+        )
+    if record.step != ledger.step + 1 or record.lease != ledger.next_lease or record.version != ledger.step:
+        raise illegal(
+            record,
+            seq,
+            f"lease {record.lease} of step {record.step} at version {record.version}",
+            f"lease {ledger.next_lease} of step {ledger.step + 1} at version {ledger.step}",
+        )
+    if len(set(record.groups)) != len(record.groups) or not record.groups:
+        raise illegal(record, seq, f"groups {record.groups}", "distinct groups")
+    for ordinal in record.groups:
+        group = ledger.group(ordinal, record, seq)
+        if group.state is not GroupState.COMPLETED:
+            raise illegal(record, seq, f"group {ordinal} is {group.state.value}", "completed")
+    for ordinal in record.groups:
+        ledger.set_state(ledger.groups[ordinal], GroupState.LEASED)
+    ledger.lease = Lease(
+        record.lease, record.step, record.version, tuple(_trained(ledger, o) for o in record.groups), record.final
+    )
+    ledger.next_lease += 1
+
+
+def _trained(ledger: Ledger, ordinal: int) -> TrainedGroup:
+    group = ledger.groups[ordinal]
+    return TrainedGroup(
+        ordinal,
+        tuple(rollout.rows for rollout in group.rollouts),
+        tuple(rollout.reward for rollout in group.rollouts),
+        group.oldest,
+    )
+
+
+def _open_lease(ledger: Ledger, seq: int, record: Record, lease: int) -> Lease:
+    if ledger.lease is None or ledger.lease.lease != lease:
+        found = f"lease {ledger.lease.lease} is open" if ledger.lease else "no lease is open"
+        raise illegal(record, seq, found, f"lease {lease} to be open")
+    return ledger.lease
+
+
+def _lease_rolled_back(ledger: Ledger, seq: int, record: schema.LeaseRolledBack) -> None:
+    for group in _open_lease(ledger, seq, record, record.lease).groups:
+        ledger.set_state(ledger.groups[group.ordinal], GroupState.COMPLETED)
+    ledger.lease = None
+
+
+def _step_committed(ledger: Ledger, seq: int, record: schema.StepCommitted) -> None:
+    lease = _open_lease(ledger, seq, record, record.lease)
+    if record.step != lease.step:
+        raise illegal(record, seq, f"step {record.step} under the lease of step {lease.step}", "the lease's step")
+    for trained in lease.groups:
+        for rows in trained.rows:
+            ledger.retain_rows(rows, +1)
+        ledger.settle(ledger.groups[trained.ordinal])
+        ledger.consumed.add(trained.ordinal)
+    ledger.lease, ledger.step = None, record.step
+    ledger.state_digest, ledger.weights_digest = record.state_digest, record.weights_digest
+    ledger.steps[record.step] = Step(lease, record.state_digest, record.weights_digest, seq)
+
+
+def _step_redone(ledger: Ledger, seq: int, record: schema.StepRedone) -> None:
+    step = ledger.steps.get(record.step)
+    if step is None:
+        raise illegal(
+            record, seq, f"step {record.step} was redone", "a committed step after the oldest retained checkpoint"
+        )
+    if record.matches != (record.state_digest == step.state_digest):
+        raise illegal(record, seq, f"matches={record.matches}", f"the comparison with {step.state_digest[:12]}")
+    ledger.steps[record.step] = Step(step.lease, record.state_digest, record.weights_digest, step.seq)
+    if record.step == ledger.step:
+        ledger.state_digest, ledger.weights_digest = record.state_digest, record.weights_digest
+    ledger.counts["steps_diverged"] += not record.matches
+
+
+def _checkpoint_published(ledger: Ledger, seq: int, record: schema.CheckpointPublished) -> None:
+    newest = ledger.checkpoints[-1].step if ledger.checkpoints else 0
+    step = ledger.steps.get(record.step)
+    if step is None or record.step <= newest or record.position != step.seq:
+        raise illegal(
+            record,
+            seq,
+            f"checkpoint of step {record.step} at position {record.position}",
+            f"a committed step after {newest}, at the position of its commit",
+        )
+    ledger.checkpoints.append(record)
+    if len(ledger.checkpoints) > RETAINED_CHECKPOINTS:
+        ledger.checkpoints.pop(0)
+        for number in [number for number in ledger.steps if number <= ledger.checkpoints[0].step]:
+            for trained in ledger.steps.pop(number).lease.groups:
+                for rows in trained.rows:
+                    ledger.retain_rows(rows, -1)
+
+
+def _config_changed(ledger: Ledger, seq: int, record: schema.ConfigChanged) -> None:
+    return None
+
+
+def _run_finished(ledger: Ledger, seq: int, record: schema.RunFinished) -> None:
+    if ledger.groups or ledger.lease:
+        raise illegal(record, seq, f"{len(ledger.groups)} unsettled groups", "every group settled")
+    ledger.finished = record.reason
+
+
+TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
+    schema.RunClaimed: _run_claimed,
+    schema.PolicyPublished: _policy_published,
+    schema.GroupReserved: rollouts.group_reserved,
+    schema.AttemptsMinted: rollouts.attempts_minted,
+    schema.AttemptAbandoned: rollouts.attempt_abandoned,
+    schema.PayloadStored: rollouts.payload_stored,
+    schema.TurnCommitted: rollouts.turn_committed,
+    schema.Sealed: rollouts.sealed,
+    schema.GroupCompleted: rollouts.group_completed,
+    schema.GroupDiscarded: rollouts.group_discarded,
+    schema.GroupRequeued: rollouts.group_requeued,
+    schema.GroupQuarantined: rollouts.group_quarantined,
+    schema.QuarantineReleased: rollouts.quarantine_released,
+    schema.LeaseIssued: _lease_issued,
+    schema.LeaseRolledBack: _lease_rolled_back,
+    schema.StepCommitted: _step_committed,
+    schema.StepRedone: _step_redone,
+    schema.CheckpointPublished: _checkpoint_published,
+    schema.ConfigChanged: _config_changed,
+    schema.RunFinished: _run_finished,
+}

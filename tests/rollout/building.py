@@ -1,0 +1,115 @@
+"""Small parts for tests of rollout control: limits with plain numbers, and a control on a memory store."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu.rollout.control import RolloutControl
+from gpu.rollout.limits import Limits, Order, Submission
+from gpu.rollout.messages import Dispatch, Ended, Grant, Outcome, Report, Turn
+from gpu.rollout.results import GroupFilter, keep_all
+from storage.clock import VirtualClock
+from storage.journal import JournalWriter, claim, store_frozen
+from storage.memory import MemoryStore
+from storage.payload import TurnRow, VersionSpan, encode_block
+from storage.runs import create_run, make_run
+
+RUN = "r"
+
+
+def limits(**changes: object) -> Limits:
+    values: dict[str, object] = {
+        "num_siblings": 2, "batch": 2, "staleness": 1, "submission": Submission.SAMPLE, "order": Order.FIFO,
+        "max_executing": 8, "max_retained": 8, "max_completed": 6, "max_hot_bytes": 1 << 20, "eviction_cap": None,
+        "prefetch": 0, "max_backoff": 2, "max_attempts": 3, "max_losses": 10, "backoff_base_s": 1.0,
+        "backoff_max_s": 8.0, "undurable_age_s": 5.0, "undurable_bytes": 1 << 20, "discard_end_of_source": False,
+    }  # fmt: skip
+    return Limits(**{**values, **changes})  # type: ignore[arg-type]
+
+
+class Bench:
+    """A control with its store and clock, and shorthand for what workers, engines and the trainer do."""
+
+    def __init__(self, *, length: int | None = None, group_filter: GroupFilter = keep_all, **changes: object) -> None:
+        self.limits = limits(**changes)
+        self.clock = VirtualClock()
+        self.store = MemoryStore()
+        self.length, self.group_filter = length, group_filter
+        self.blocks = 0
+        create_run(self.store, make_run(run=RUN, created=0.0, num_siblings=self.limits.num_siblings,
+                   staleness=self.limits.staleness, fingerprints={}, settings={}))  # fmt: skip
+        self.restart()
+        self.activate()
+
+    def restart(self) -> None:
+        """A new incarnation from what is durable."""
+        claimed = claim(self.store, RUN, self.limits.num_siblings, owner="t", writer=f"w{self.clock.monotonic()}",
+                        reason="test", clock=self.clock)  # fmt: skip
+        self.clock.advance(0.001)
+        self.writer = JournalWriter(RUN, claimed.incarnation, f"w{claimed.incarnation}", claimed.tail, self.clock)
+        self.control = RolloutControl(
+            claimed.ledger, self.writer, self.limits, self.clock, length=self.length, group_filter=self.group_filter
+        )
+
+    def activate(self) -> None:
+        self.control.publish_policy(self.digest())
+        self.control.serve(self.control.ledger.step)
+
+    def digest(self) -> str:
+        return f"weights-{self.control.ledger.step}"
+
+    def flush(self) -> None:
+        while self.writer.last_seq > self.writer.durable_seq:
+            frozen = self.writer.freeze()
+            store_frozen(self.store, RUN, self.control.ledger.incarnation, frozen)
+            self.writer.confirm(frozen)
+            self.control.ledger.placed(frozen.slot, frozen.last)
+            self.control.durable(frozen.last)
+
+    def rows(self, dispatches: list[Dispatch], reward: float, version: int | None = None) -> list[TurnRow]:
+        return [
+            TurnRow(
+                d.identity.group, d.identity.sibling, d.identity.attempt,
+                d.continuation.turn + 1 if d.continuation else 0,
+                2 * (d.continuation.turn + 1) if d.continuation else 0,
+                np.array([1, 2], np.int32), np.array([0, -0.5], np.float32), np.array([0, 1], np.int8),
+                (VersionSpan(d.identity.incarnation, d.version if version is None else version, 1),), True, reward, "",
+            )
+            for d in dispatches
+        ]  # fmt: skip
+
+    def report_of(self, dispatches: list[Dispatch], reward: float = 1.0, version: int | None = None) -> Report:
+        self.blocks += 1
+        block = encode_block(
+            f"{self.control.ledger.incarnation}-w-{self.blocks}", self.rows(dispatches, reward, version)
+        )
+        ended = tuple(
+            Ended(d.identity, Outcome.SEALED, row, 1, d.version if version is None else version, reward)
+            for row, d in enumerate(dispatches)
+        )
+        return Report("w", block.name, block.digest, len(block.data), block.data, (), ended)
+
+    def turn_of(self, dispatch: Dispatch, turn: int, boundary: int) -> Report:
+        self.blocks += 1
+        row = self.rows([dispatch], 0.0)[0]
+        block = encode_block(f"{self.control.ledger.incarnation}-w-{self.blocks}", [row])
+        made = Turn(dispatch.identity, boundary, turn, 0, dispatch.version, b"state")
+        return Report("w", block.name, block.digest, len(block.data), block.data, (made,), ())
+
+    def seal(self, dispatches: list[Dispatch], reward: float = 1.0, version: int | None = None) -> None:
+        """Finish attempts and make that durable."""
+        self.control.report(self.report_of(dispatches, reward, version))
+        self.flush()
+
+    def fail(self, dispatch: Dispatch, outcome: Outcome = Outcome.FAILED) -> None:
+        self.control.report(Report("w", "", "", 0, None, (), (Ended(dispatch.identity, outcome, detail="boom"),)))
+
+    def train(self) -> tuple[int, ...]:
+        """One whole step; returns its groups."""
+        grant = self.control.try_lease()
+        assert isinstance(grant, Grant), grant
+        step = self.control.ledger.step + 1
+        self.control.leasing.commit(grant.lease.lease, step, f"state-{step}", f"weights-{step}", {})
+        self.flush()
+        self.activate()
+        return tuple(group.ordinal for group in grant.lease.groups)

@@ -1,0 +1,37 @@
+"""Rewrite a run's journal so that every digest and the chain fit again: only its meaning is altered."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from storage.journal import read_journal
+from storage.memory import MemoryStore
+from storage.runs import RunPaths
+from storage.segment import GENESIS, Row, encode_segment, make_header
+
+Edit = Callable[[list[Row], list[int]], None]
+
+
+def rewrite(store: MemoryStore, run: str, edit: Edit) -> None:
+    """`edit` changes, in place, the list of all rows and the parallel list of the incarnations that wrote them."""
+    rows: list[Row] = []
+    incarnations: list[int] = []
+    for segment in read_journal(store, run):
+        rows += segment.rows
+        incarnations += [segment.header.incarnation] * len(segment.rows)
+    edit(rows, incarnations)
+    paths = RunPaths(run)
+    store.delete(list(store.list(paths.journal)))
+    previous, start = GENESIS, 0
+    for slot in range(len(rows)):
+        end = start + 1
+        while end < len(rows) and incarnations[end] == incarnations[start]:
+            end += 1
+        part = [row._replace(seq=start + index) for index, row in enumerate(rows[start:end])]
+        header = make_header(run=run, incarnation=incarnations[start], writer="editor", slot=slot, first=start,
+                             last=end - 1, previous=previous)  # fmt: skip
+        data, previous = encode_segment(header, part)
+        store.create(paths.segment(slot), data)
+        start = end
+        if start == len(rows):
+            return
