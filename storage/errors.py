@@ -203,6 +203,12 @@ class HoldRefused(TidegateError, RuntimeError):
     default_code = "hold"
 
 
+class TrainingDiverged(TidegateError, ArithmeticError):
+    """A step whose gradient is not finite; nothing was changed."""
+
+    default_code = "diverged"
+
+
 class DeadlineExceeded(TidegateError, TimeoutError):
     """A wait reached its deadline; the message names what did not end."""
 

@@ -122,7 +122,13 @@ class Admission:
 
     def status(self) -> list[dict[str, object]]:
         return [
-            {"hold": h.hold.hold, "owner": h.hold.owner, "purpose": h.hold.purpose, "age_s": self._age(h),
-             "expires_in_s": h.expires - self._clock.monotonic(), "waits_for": len(h.open)}
+            {
+                "hold": h.hold.hold,
+                "owner": h.hold.owner,
+                "purpose": h.hold.purpose,
+                "age_s": self._age(h),
+                "expires_in_s": h.expires - self._clock.monotonic(),
+                "waits_for": len(h.open),
+            }
             for h in self._held.values()
-        ]  # fmt: skip
+        ]

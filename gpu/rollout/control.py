@@ -79,9 +79,11 @@ class RolloutControl:
         """Every serving engine has confirmed version `number`; None: no engine serves."""
         if number is not None and (self.ledger.policy is None or number > self.ledger.policy.number):
             raise LedgerInvalid(
-                f"engines serve version {number}", expected="a published version",
-                action="publish the policy before engines activate it", code="version_unknown",
-            )  # fmt: skip
+                f"engines serve version {number}",
+                expected="a published version",
+                action="publish the policy before engines activate it",
+                code="version_unknown",
+            )
         self.scheduler.version = number
 
     # ------------------------------------------------------------------ trainer
@@ -113,9 +115,11 @@ class RolloutControl:
         self.admission.confirm(hold, epoch)
         if self.ledger.lease is not None:
             raise HoldRefused(
-                f"lease {self.ledger.lease.lease} is open", expected="no open lease",
-                action="commit or roll back the step first", code="lease_open",
-            )  # fmt: skip
+                f"lease {self.ledger.lease.lease} is open",
+                expected="no open lease",
+                action="commit or roll back the step first",
+                code="lease_open",
+            )
 
     # ------------------------------------------------------------------ life
 
@@ -132,9 +136,10 @@ class RolloutControl:
             return self.books.journal.last_seq
         if self.ledger.lease is not None:
             raise LeaseRefused(
-                f"lease {self.ledger.lease.lease} is open", expected="no open lease",
+                f"lease {self.ledger.lease.lease} is open",
+                expected="no open lease",
                 action="commit or roll back the last step, then finish",
-            )  # fmt: skip
+            )
         self.admission.close(reason)
         if self.ledger.groups:
             self.results.discard(list(self.ledger.groups), "run_finished")
@@ -147,20 +152,31 @@ class RolloutControl:
         if settled + ledger.retained != ledger.frontier or sum(ledger.totals.values()) != ledger.retained:
             raise LedgerInvalid(
                 f"{settled} settled and {ledger.retained} unsettled groups ({ledger.state_counts()})",
-                expected=f"{ledger.frontier} ordinals handed out", action="report this as a bug", code="conservation",
-            )  # fmt: skip
+                expected=f"{ledger.frontier} ordinals handed out",
+                action="report this as a bug",
+                code="conservation",
+            )
 
     def status(self) -> dict[str, object]:
         """Counts, and for each component what it waits for."""
         ledger = self.ledger
         return {
-            "incarnation": ledger.incarnation, "step": ledger.step, "frontier": ledger.frontier,
-            "groups": ledger.state_counts(), "live": ledger.live, "consumed": len(ledger.consumed),
-            "discarded": len(ledger.discarded), "quarantined": len(ledger.quarantined),
-            "backoff": len(self.scheduler.backoff), "serving_version": self.scheduler.version,
+            "incarnation": ledger.incarnation,
+            "step": ledger.step,
+            "frontier": ledger.frontier,
+            "groups": ledger.state_counts(),
+            "live": ledger.live,
+            "consumed": len(ledger.consumed),
+            "discarded": len(ledger.discarded),
+            "quarantined": len(ledger.quarantined),
+            "backoff": len(self.scheduler.backoff),
+            "serving_version": self.scheduler.version,
             "open_lease": ledger.lease.lease if ledger.lease else None,
-            "checkpoint": ledger.checkpoints[-1].step if ledger.checkpoints else 0, "finished": ledger.finished,
-            "holds": self.admission.status(), "ignored": dict(self.results.ignored),
-            "spilled_blocks": self.books.hot.spilled, "submission_waits_for": self.scheduler.why_idle().reason,
+            "checkpoint": ledger.checkpoints[-1].step if ledger.checkpoints else 0,
+            "finished": ledger.finished,
+            "holds": self.admission.status(),
+            "ignored": dict(self.results.ignored),
+            "spilled_blocks": self.books.hot.spilled,
+            "submission_waits_for": self.scheduler.why_idle().reason,
             "counts": dict(ledger.counts),
-        }  # fmt: skip
+        }

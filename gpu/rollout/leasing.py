@@ -43,9 +43,12 @@ class Leasing:
         if self._at_the_end():
             return self._last_batch(ready)
         selection = select(
-            [(group.ordinal, group.oldest) for group in ready], self._unready(ready), self._limits.staleness,
-            self._limits.batch, ledger.step,
-        )  # fmt: skip
+            [(group.ordinal, group.oldest) for group in ready],
+            self._unready(ready),
+            self._limits.staleness,
+            self._limits.batch,
+            ledger.step,
+        )
         for ordinal in selection.overdue:
             self.requeue(ordinal, "stale")
         if selection.chosen is not None:

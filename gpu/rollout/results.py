@@ -111,10 +111,17 @@ class Results:
         identity = turn.identity
         self._books.record(
             schema.TurnCommitted(
-                identity.group, identity.sibling, identity.attempt, turn.boundary, turn.turn, block, turn.row,
-                turn.oldest, turn.state,
+                identity.group,
+                identity.sibling,
+                identity.attempt,
+                turn.boundary,
+                turn.turn,
+                block,
+                turn.row,
+                turn.oldest,
+                turn.state,
             )
-        )  # fmt: skip
+        )
 
     def _seal(self, block: str, sealed: list[Ended]) -> None:
         seq = self._books.record(

@@ -28,9 +28,10 @@ class PromptStream:
     def __init__(self, size: int, *, seed: int, shuffle: bool, epochs: int | None) -> None:
         if size < 1 or (epochs is not None and epochs < 1):
             raise ConfigurationRefused(
-                f"a dataset of {size} rows, {epochs} epochs", expected="at least one row and one epoch",
+                f"a dataset of {size} rows, {epochs} epochs",
+                expected="at least one row and one epoch",
                 action="check the environment's options",
-            )  # fmt: skip
+            )
         self.size, self.epochs = size, epochs
         self._seed, self._shuffle = seed, shuffle
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))

@@ -62,8 +62,9 @@ def select(
     waiting = [(ordinal, oldest + staleness) for ordinal, oldest in unready if oldest + staleness >= version]
     due_now = [ordinal for ordinal, deadline in waiting if deadline == version]
     if due_now:
-        return Selection(None, overdue, f"{len(due_now)} groups reach their staleness deadline at version {version}",
-                         tuple(due_now))  # fmt: skip
+        return Selection(
+            None, overdue, f"{len(due_now)} groups reach their staleness deadline at version {version}", tuple(due_now)
+        )
     chosen = [ordinal for ordinal, deadline in fresh if deadline == version]
     if len(chosen) > batch:
         return _enough(chosen[:batch], batch, (*overdue, *chosen[batch:]))

@@ -1,0 +1,1 @@
+"""Tasks and worlds that rollouts act in, and the agent loop that runs them."""

@@ -1,0 +1,78 @@
+"""The interface of an environment: a set of tasks, and an episode per rollout.
+
+A task is immutable JSON bytes, a pure function of its index. An episode is `reset`, then `step` until it is done; a
+single-turn task is done after one step. What an episode cannot do is an exception, which ends the attempt as failed; it
+is never a reward.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import Enum
+
+from gpu.models.tokenizer import Message
+
+
+class CheckpointMode(Enum):
+    """What happens to an unfinished episode when its process dies.
+
+    EXPORT_RESTORE  `export_state` after each turn; the rollout goes on from its last turn
+    RESTART_ONLY    the rollout starts over
+    STATELESS       nothing to keep; the conversation is all there is
+    """
+
+    EXPORT_RESTORE = "export_restore"
+    RESTART_ONLY = "restart_only"
+    STATELESS = "stateless"
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The environment's answer to one action. `reward` counts when `done`; `messages` open the next turn otherwise;
+    `record` is kept with the turn, for people."""
+
+    done: bool
+    reward: float = 0.0
+    messages: Sequence[Message] = ()
+    record: str = ""
+
+
+class Episode(ABC):
+    """One rollout's world. Not shared between rollouts."""
+
+    checkpoint_mode = CheckpointMode.RESTART_ONLY
+
+    @abstractmethod
+    async def reset(self, task: bytes, seed: int) -> Sequence[Message]:
+        """Begin; the messages of the first prompt."""
+
+    @abstractmethod
+    async def step(self, action: str) -> StepResult:
+        """The assistant's words, without the stop token."""
+
+    def export_state(self) -> bytes:
+        """The whole state after a turn. Only for EXPORT_RESTORE."""
+        raise NotImplementedError
+
+    def restore_state(self, data: bytes) -> None:
+        """Go on from `export_state`. Called instead of `reset`'s effects, after `reset` with the same arguments."""
+        raise NotImplementedError
+
+
+class Environment(ABC):
+    """A task set with its episodes. `max_new_tokens` bounds one turn, `max_turns` one episode."""
+
+    max_new_tokens: int
+    max_turns = 1
+
+    @abstractmethod
+    def __len__(self) -> int: ...
+
+    @abstractmethod
+    def task(self, index: int) -> bytes:
+        """Task `index` as JSON, the same for ever."""
+
+    @abstractmethod
+    def episode(self) -> Episode: ...

@@ -1,0 +1,61 @@
+"""From an environment's name to the environment: built in, installed (entry point `tidegate.environments`), or an
+import path `package.module:Class`. Code comes from installed packages, never from storage."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Mapping
+from importlib.metadata import entry_points
+
+from gpu.environments.base import Environment
+from storage.errors import ConfigurationRefused
+
+BUILT_IN = {
+    "reverse": "gpu.environments.reverse:ReverseLetters",
+    "addition": "gpu.environments.addition:Addition",
+    "guess": "gpu.environments.guess:GuessLetter",
+}
+GROUP = "tidegate.environments"
+
+
+def make_environment(name: str, options: Mapping[str, object]) -> Environment:
+    """Raises `ConfigurationRefused` for names and options that do not exist."""
+    try:
+        made = _load(name)(**options)
+    except (TypeError, ValueError) as error:
+        raise ConfigurationRefused(
+            f"environment {name!r} with options {dict(options)}: {error}",
+            expected="options it accepts",
+            action="check environment.options",
+        ) from error
+    if not isinstance(made, Environment):
+        raise ConfigurationRefused(
+            f"{name!r} makes a {type(made).__name__}",
+            expected="a gpu.environments.base.Environment",
+            action="check environment.name",
+        )
+    return made
+
+
+def _load(name: str) -> type[Environment]:
+    path = BUILT_IN.get(name)
+    if path is None and ":" in name:
+        path = name
+    if path is None:
+        found = {entry.name: entry for entry in entry_points(group=GROUP)}
+        if name in found:
+            return found[name].load()
+        raise ConfigurationRefused(
+            f"no environment {name!r}",
+            expected=", ".join([*BUILT_IN, *found, "or package.module:Class"]),
+            action="check environment.name",
+        )
+    module, _, attribute = path.partition(":")
+    try:
+        return getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError) as error:
+        raise ConfigurationRefused(
+            f"environment {name!r}: {error}",
+            expected="an importable module:Class on every worker",
+            action="install the package on every node, or correct the path",
+        ) from error

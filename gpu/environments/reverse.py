@@ -1,0 +1,44 @@
+"""Reverse a few letters: the demo task of the tiny model, learnable from random weights in about 200 steps."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Sequence
+
+from gpu.environments.base import CheckpointMode, Environment, Episode, StepResult
+from gpu.models.tokenizer import Message
+
+
+class ReverseLetters(Environment):
+    """All words of `letters` letters over `alphabet`; "bac>" asks for "cab"."""
+
+    def __init__(self, letters: int = 3, alphabet: str = "abcd") -> None:
+        if letters < 1 or not alphabet:
+            raise ValueError("letters >= 1 and a non-empty alphabet")
+        self._words = ["".join(word) for word in itertools.product(alphabet, repeat=letters)]
+        self.max_new_tokens = letters + 2
+
+    def __len__(self) -> int:
+        return len(self._words)
+
+    def task(self, index: int) -> bytes:
+        return json.dumps({"word": self._words[index]}).encode()
+
+    def episode(self) -> Episode:
+        return _Reverse()
+
+
+class _Reverse(Episode):
+    checkpoint_mode = CheckpointMode.STATELESS
+    _answer = ""
+
+    async def reset(self, task: bytes, seed: int) -> Sequence[Message]:
+        word = json.loads(task)["word"]
+        self._answer = word[::-1]
+        return [Message("user", f"{word}>")]
+
+    async def step(self, action: str) -> StepResult:
+        """Share of right positions over the longer of answer and output."""
+        right = sum(a == b for a, b in zip(self._answer, action, strict=False))
+        return StepResult(True, right / max(len(self._answer), len(action)))

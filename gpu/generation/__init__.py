@@ -1,0 +1,1 @@
+"""Engines that generate tokens with exact policy versions, and the workers that drive rollouts through them."""

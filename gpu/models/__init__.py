@@ -1,0 +1,1 @@
+"""Llama-family models, their tokenizers, and where their weights come from."""

@@ -1,0 +1,190 @@
+"""The trainer: a deterministic state machine over optimizer steps.
+
+`train(step, lease, ...)` is a compare-and-set on the state's digest: it runs only from exactly the expected state,
+repeats its answer for the step and lease it did last, and refuses everything else. Its whole state (weights, optimizer,
+random state, counters) has one digest, is captured between two steps, and is restored from verified buffers only.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import torch
+
+from gpu.generation.weights import DTYPES, install, to_buffer, weight_buffers
+from gpu.models.llama import LlamaModel
+from gpu.models.loading import ModelSpec, load_model
+from gpu.training.advantage import group_normalized, has_signal
+from gpu.training.loss import Clip, clip_fraction, clipped_token_loss
+from gpu.training.optimizer import Optimizer, OptimizerSettings
+from gpu.training.packing import PackedBatch, PackedGroup, collate, micro_batches, pack_group
+from storage.buffers import NamedBuffer, buffers_digest
+from storage.checkpoint import Capture
+from storage.errors import ArtifactCorrupt, LeaseRefused
+from storage.samples import Sample
+
+_WEIGHTS, _RNG = "weights/", "rng/torch"
+
+
+@dataclass(frozen=True, slots=True)
+class TrainingSettings:
+    """`engine_dtype` is what engines compute in and what is published; `autocast` trains in bfloat16 over float32
+    weights; `micro_positions` bounds the padded size of one forward pass."""
+
+    optimizer: OptimizerSettings
+    clip_low: float
+    clip_high: float
+    drop_zero_variance: bool
+    micro_positions: int
+    autocast: bool
+    engine_dtype: str
+
+
+class Trained(msgspec.Struct, frozen=True):
+    """What a step came to. `weights_digest` is that of the weights as engines receive them."""
+
+    step: int
+    lease: int
+    state_digest: str
+    weights_digest: str
+    metrics: dict[str, float]
+
+
+class Trainer:
+    """See the module. `step` counts the optimizer steps in the state, 0 for initial weights."""
+
+    def __init__(self, spec: ModelSpec, settings: TrainingSettings, device: torch.device) -> None:
+        self._settings, self._device = settings, device
+        torch.manual_seed(spec.seed)
+        self._model: LlamaModel = load_model(spec, torch.float32, device)
+        self._optimizer = Optimizer(self._model, settings.optimizer)
+        self._engine_dtype = next(dtype for dtype, name in DTYPES.items() if name == settings.engine_dtype)
+        self.step = 0
+        self.state_digest, self.weights_digest = self._digests()
+        self._last: Trained | None = None
+        self.clean = True
+        """False from the first in-place change of a step until its digests are known: the state is then nobody's."""
+
+    # ------------------------------------------------------------------ the step
+
+    def train(self, step: int, lease: int, expected: str, groups: Sequence[Sequence[Sample]], versions: int) -> Trained:
+        """One optimizer step on the groups, in order. `expected` is the digest of the state to start from, empty for
+        initial weights; `versions` the version being trained, for staleness metrics. Raises `LeaseRefused`."""
+        if self._last is not None and (self._last.step, self._last.lease) == (step, lease):
+            return self._last
+        if not self.clean or step != self.step + 1 or (expected and expected != self.state_digest):
+            raise LeaseRefused(
+                f"step {step} from state {expected[:12]} while the trainer is at step {self.step}, "
+                f"state {self.state_digest[:12]}{'' if self.clean else ', half changed'}",
+                expected="the next step from exactly the trainer's state",
+                action="restore the trainer from the journal, then train again",
+                code="state",
+            )
+        started = time.monotonic()
+        metrics = self._optimize(groups)
+        self.state_digest, self.weights_digest = self._digests()
+        self.step, self.clean = step, True
+        metrics |= _sample_metrics(groups, versions) | {"seconds": time.monotonic() - started}
+        self._last = Trained(step, lease, self.state_digest, self.weights_digest, metrics)
+        return self._last
+
+    def _optimize(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
+        packed = [pack_group(group, group_normalized([s.reward for s in group])) for group in self._kept(groups)]
+        tokens = sum(len(group.targets) for group in packed)
+        sums = {"loss": 0.0, "clip_fraction": 0.0, "logprob_gap": 0.0}
+        if not tokens:
+            return {**sums, "grad_norm": 0.0, "trained_groups": 0.0, "trained_tokens": 0.0}
+        try:
+            for micro in micro_batches(packed, self._settings.micro_positions):
+                for name, value in self._accumulate(micro, tokens).items():
+                    sums[name] += value
+            norm = self._optimizer.clip()
+        except BaseException:
+            self._optimizer.drop_gradients()  # nothing was changed: the step may be tried again or rolled back
+            raise
+        self.clean = False
+        self._optimizer.update()
+        return {**sums, "grad_norm": norm, "trained_groups": float(len(packed)), "trained_tokens": float(tokens)}
+
+    def _kept(self, groups: Sequence[Sequence[Sample]]) -> list[Sequence[Sample]]:
+        if not self._settings.drop_zero_variance:
+            return list(groups)
+        return [group for group in groups if has_signal([sample.reward for sample in group])]
+
+    def _accumulate(self, micro: list[PackedGroup], tokens: int) -> dict[str, float]:
+        """Gradients of one micro batch, normalised by the token count of the whole batch."""
+        batch = collate(micro, self._device)
+        logprobs = self._logprobs(batch)
+        clip = Clip(self._settings.clip_low, self._settings.clip_high)
+        loss = clipped_token_loss(logprobs, batch.behaviour_P, batch.advantages_P, clip) / tokens
+        loss.backward()
+        with torch.no_grad():
+            return {
+                "loss": float(loss),
+                "clip_fraction": float(clip_fraction(logprobs, batch.behaviour_P, batch.advantages_P, clip)) / tokens,
+                "logprob_gap": float((logprobs - batch.behaviour_P).abs().sum()) / tokens,
+            }
+
+    def _logprobs(self, batch: PackedBatch) -> torch.Tensor:
+        """Log probability of each generated token [P]; the head runs on those positions only."""
+        with torch.autocast(self._device.type, torch.bfloat16, enabled=self._settings.autocast):
+            hidden = self._model(batch.tokens_BT, batch.positions_BT, batch.mask_BTT)
+            logits = self._model.logits(hidden[batch.rows_P, batch.predictors_P])
+        return torch.log_softmax(logits.float(), -1).gather(-1, batch.targets_P[:, None])[:, 0]
+
+    # ------------------------------------------------------------------ state
+
+    def weights(self) -> dict[str, NamedBuffer]:
+        """The weights as engines receive them, in memory of their own unless the dtypes agree on the CPU."""
+        if self._engine_dtype is torch.float32:
+            return weight_buffers(self._model)
+        return {name: to_buffer(p.detach().to(self._engine_dtype)) for name, p in self._model.named_parameters()}
+
+    def _state(self) -> dict[str, NamedBuffer]:
+        state = {f"{_WEIGHTS}{name}": buffer for name, buffer in weight_buffers(self._model).items()}
+        return state | self._optimizer.buffers() | {_RNG: to_buffer(torch.get_rng_state())}
+
+    def _digests(self) -> tuple[str, str]:
+        return buffers_digest(self._state(), self._optimizer.meta()), buffers_digest(self.weights())
+
+    def capture(self) -> Capture:
+        """A copy of the state that later steps do not touch."""
+        copied = {name: NamedBuffer(b.dtype, b.shape, b.data.copy()) for name, b in self._state().items()}
+        return Capture(self.step, self.state_digest, self.weights_digest, self._optimizer.meta(), copied)
+
+    def load(self, step: int, buffers: Mapping[str, NamedBuffer], meta: str, state_digest: str) -> None:
+        """Install a verified checkpoint. Raises `ArtifactCorrupt` when it does not fit or is another state."""
+        weights = {name.removeprefix(_WEIGHTS): b for name, b in buffers.items() if name.startswith(_WEIGHTS)}
+        actual = buffers_digest(buffers, meta)
+        if actual != state_digest or {f"{_WEIGHTS}{name}" for name in weight_buffers(self._model)} - buffers.keys():
+            raise ArtifactCorrupt(
+                f"checkpoint of step {step} holds state {actual[:12]} with {len(weights)} weights",
+                expected=f"state {state_digest[:12]} of this model",
+                action="resume with the run's own model",
+            )
+        self.clean = False
+        install(self._model, weights)
+        self._optimizer.load(buffers, meta)
+        torch.set_rng_state(torch.from_numpy(np.array(buffers[_RNG].data)))
+        self.state_digest, self.weights_digest = self._digests()
+        self.step, self._last, self.clean = step, None, True
+
+
+def _sample_metrics(groups: Sequence[Sequence[Sample]], version: int) -> dict[str, float]:
+    samples = [sample for group in groups for sample in group]
+    rewards = np.array([sample.reward for sample in samples])
+    ages = np.array([version - min(span.number for s in group for span in s.spans) for group in groups])
+    lengths = np.array([int(sample.mask.sum()) for sample in samples])
+    return {
+        "reward_mean": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "staleness_mean": float(ages.mean()),
+        "staleness_max": float(ages.max()),
+        "tokens_mean": float(lengths.mean()),
+        "groups": float(len(groups)),
+        "samples": float(len(samples)),
+    }
