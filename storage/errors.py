@@ -219,3 +219,9 @@ class ActorLost(TidegateError, RuntimeError):
     """A process of the run died; the message names it and who resumes."""
 
     default_code = "actor_lost"
+
+
+class EngineFailed(TidegateError, RuntimeError):
+    """A generation engine failed inside its process; it is replaced like one that died."""
+
+    default_code = "engine"

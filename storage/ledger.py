@@ -97,6 +97,16 @@ class TrainedGroup:
     oldest: int
 
 
+def trained_group(group: Group) -> TrainedGroup:
+    """A completed group as a lease names it."""
+    return TrainedGroup(
+        group.ordinal,
+        tuple(rollout.rows for rollout in group.rollouts),
+        tuple(rollout.reward for rollout in group.rollouts),
+        group.oldest,
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Lease:
     lease: int

@@ -32,16 +32,21 @@ class PayloadReader:
         return [self._row(name, index, blocks) for name, index in references]
 
     def _row(self, name: str, index: int, blocks: Mapping[str, Block]) -> TurnRow:
-        rows = self._decoded.get(name)
-        if rows is None:
-            block = blocks.get(name)
-            if block is None:
-                raise misfit(f"block {name}", "no record stored it", "a payload_stored record", "orphan")
-            rows = decode_block(self.block_bytes(name, block), block.digest, name)
-            self.remember(name, rows)
+        block = blocks.get(name)
+        if block is None:
+            raise misfit(f"block {name}", "no record stored it", "a payload_stored record", "orphan")
+        rows = self.block_rows(name, block)
         if not 0 <= index < len(rows):
             raise misfit(f"block {name}", f"row {index} of {len(rows)}", "an existing row", "row_missing")
         return rows[index]
+
+    def block_rows(self, name: str, block: Block) -> list[TurnRow]:
+        """All rows of a block. Raises `ReferenceInvalid`, `ArtifactCorrupt`."""
+        rows = self._decoded.get(name)
+        if rows is None:
+            rows = decode_block(self.block_bytes(name, block), block.digest, name)
+            self.remember(name, rows)
+        return rows
 
     def remember(self, name: str, rows: list[TurnRow]) -> None:
         """Keep a decoded block; the oldest one goes when there are too many."""

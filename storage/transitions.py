@@ -20,7 +20,7 @@ from storage.ledger import (
     Policy,
     RolloutState,
     Step,
-    TrainedGroup,
+    trained_group,
 )
 from storage.rollout_transitions import end_attempt, illegal
 from storage.schema import Record
@@ -103,19 +103,13 @@ def _lease_issued(ledger: Ledger, seq: int, record: schema.LeaseIssued) -> None:
     for ordinal in record.groups:
         ledger.set_state(ledger.groups[ordinal], GroupState.LEASED)
     ledger.lease = Lease(
-        record.lease, record.step, record.version, tuple(_trained(ledger, o) for o in record.groups), record.final
+        record.lease,
+        record.step,
+        record.version,
+        tuple(trained_group(ledger.groups[ordinal]) for ordinal in record.groups),
+        record.final,
     )
     ledger.next_lease += 1
-
-
-def _trained(ledger: Ledger, ordinal: int) -> TrainedGroup:
-    group = ledger.groups[ordinal]
-    return TrainedGroup(
-        ordinal,
-        tuple(rollout.rows for rollout in group.rollouts),
-        tuple(rollout.reward for rollout in group.rollouts),
-        group.oldest,
-    )
 
 
 def _open_lease(ledger: Ledger, seq: int, record: Record, lease: int) -> Lease:

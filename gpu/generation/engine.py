@@ -113,8 +113,11 @@ class Engine(Protocol):
         """End requests (None: all) with what they have."""
         ...
 
-    def update(self, version: Version, weights: Mapping[str, NamedBuffer], cached: Cached) -> None:
+    def update(
+        self, version: Version, weights: Mapping[str, NamedBuffer], cached: Cached, *, verified: bool = False
+    ) -> None:
         """Install a version between two steps; running requests go on with it. The same version twice is a no-op.
+        `verified`: the caller has compared the weights with the version's digest.
 
         Raises `LineageInvalid` for an older version, `ArtifactCorrupt` for weights that do not fit or whose digest
         differs; the old version then still answers.

@@ -38,7 +38,8 @@ def weight_buffers(model: nn.Module) -> dict[str, NamedBuffer]:
 
 
 def check_weights(model: nn.Module, weights: Mapping[str, NamedBuffer], digest: str) -> None:
-    """Refuse weights that do not fit the model or are not the ones of `digest`. Raises `ArtifactCorrupt`."""
+    """Refuse weights that do not fit the model or are not the ones of `digest` ("": not compared). Raises
+    `ArtifactCorrupt`."""
     wanted = {name: (DTYPES[p.dtype], tuple(p.shape)) for name, p in model.named_parameters()}
     found = {name: (buffer.dtype, tuple(buffer.shape)) for name, buffer in weights.items()}
     if wanted != found:
@@ -49,7 +50,13 @@ def check_weights(model: nn.Module, weights: Mapping[str, NamedBuffer], digest: 
             action="publish weights of the same model",
             code="weights",
         )
-    actual = buffers_digest(weights) if digest else digest
+    if digest:
+        check_digest(weights, digest)
+
+
+def check_digest(weights: Mapping[str, NamedBuffer], digest: str) -> None:
+    """Raises `ArtifactCorrupt` when the weights are not the ones of `digest`."""
+    actual = buffers_digest(weights)
     if actual != digest:
         raise ArtifactCorrupt(
             f"weights have digest {actual[:12]}",

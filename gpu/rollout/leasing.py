@@ -16,7 +16,7 @@ from gpu.rollout.scheduler import Scheduler
 from gpu.rollout.staleness import select
 from storage import schema
 from storage.errors import LeaseRefused
-from storage.ledger import UNKNOWN_VERSION, Group, GroupState, Lease
+from storage.ledger import UNKNOWN_VERSION, Group, GroupState, Lease, trained_group
 
 
 class Leasing:
@@ -119,6 +119,14 @@ class Leasing:
         hot = {name: data for name in names if (data := self._books.hot.get(name)) is not None}
         ledger = self._books.ledger
         return Grant(lease, ledger.state_digest, {name: ledger.blocks[name] for name in names}, hot)
+
+    def peek(self, count: int) -> Grant | None:
+        """The first `count` ready groups as if they were leased, for moving payload early; changes nothing."""
+        ready = self._ready()[:count]
+        if not ready:
+            return None
+        groups = tuple(trained_group(group) for group in ready)
+        return self.grant(Lease(0, 0, self._books.ledger.step, groups, False))
 
     # ------------------------------------------------------------------ settle
 

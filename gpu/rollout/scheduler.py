@@ -106,12 +106,24 @@ class Scheduler:
         """Up to `limit` attempts for this worker, minting new ones as far as the gates allow."""
         self._fill()
         taken: list[Dispatch] = []
+        unreadable: list[Identity] = []
         while self._queue and len(taken) < limit:
             identity = self._queue.popleft()
-            if identity in self.active:
-                self.active[identity] = worker
-                taken.append(self._dispatch(identity))
+            if identity not in self.active:
+                continue
+            if not self._readable(identity):
+                unreadable.append(identity)
+                continue
+            self.active[identity] = worker
+            taken.append(self._dispatch(identity))
+        self._queue.extendleft(reversed(unreadable))
         return taken
+
+    def _readable(self, identity: Identity) -> bool:
+        """Whether a worker can read the turns of a continuation: each is hot, or durable at a known place."""
+        rollout = self._books.ledger.groups[identity.group].rollouts[identity.sibling]
+        blocks = ((name, self._books.ledger.blocks[name]) for name, _ in rollout.rows)
+        return all(not block.inline or block.slot >= 0 or self._books.hot.get(name) for name, block in blocks)
 
     def _dispatch(self, identity: Identity) -> Dispatch:
         rollout = self._books.ledger.groups[identity.group].rollouts[identity.sibling]

@@ -66,6 +66,8 @@ class Trainer:
         self.step = 0
         self.state_digest, self.weights_digest = self._digests()
         self._last: Trained | None = None
+        self.ahead_of = ""
+        """The state that the last step was trained from, as long as that step may be asked for again."""
         self.clean = True
         """False from the first in-place change of a step until its digests are known: the state is then nobody's."""
 
@@ -85,12 +87,17 @@ class Trainer:
                 code="state",
             )
         started = time.monotonic()
+        before = self.state_digest
         metrics = self._optimize(groups)
         self.state_digest, self.weights_digest = self._digests()
         self.step, self.clean = step, True
         metrics |= _sample_metrics(groups, versions) | {"seconds": time.monotonic() - started}
-        self._last = Trained(step, lease, self.state_digest, self.weights_digest, metrics)
+        self._last, self.ahead_of = Trained(step, lease, self.state_digest, self.weights_digest, metrics), before
         return self._last
+
+    def forget_last(self) -> None:
+        """Do not answer for the last step again: whoever may have leased it is gone."""
+        self._last, self.ahead_of = None, ""
 
     def _optimize(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
         packed = [pack_group(group, group_normalized([s.reward for s in group])) for group in self._kept(groups)]
@@ -171,7 +178,8 @@ class Trainer:
         self._optimizer.load(buffers, meta)
         torch.set_rng_state(torch.from_numpy(np.array(buffers[_RNG].data)))
         self.state_digest, self.weights_digest = self._digests()
-        self.step, self._last, self.clean = step, None, True
+        self.step, self.clean = step, True
+        self.forget_last()
 
 
 def _sample_metrics(groups: Sequence[Sequence[Sample]], version: int) -> dict[str, float]:

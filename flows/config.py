@@ -1,0 +1,370 @@
+"""The configuration of a run: the flow's parameter, the form in the UI, and the only place of defaults.
+
+Times are seconds, sizes bytes, capacities groups unless a description says otherwise. `RunConfig.spec` checks what can
+be checked without starting anything and turns the configuration into the values the processes get.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from gpu.fleet import FleetSettings
+from gpu.generation.engine import Cached
+from gpu.models.loading import ModelSpec, find, load_config
+from gpu.precision import fast_bfloat16
+from gpu.rollout.committer import FlushSettings
+from gpu.rollout.drain import Drain, DrainAction, DrainPolicy
+from gpu.rollout.limits import Limits, Order, Submission, check_group_bytes, check_limits
+from gpu.rollout.manager import ManagerSettings
+from gpu.spec import EngineSpec, Filter, ProcessSpec, RunSpec, SourceSpec, StepSpec, WorkerSpec
+from gpu.training.optimizer import OptimizerSettings
+from gpu.training.trainer import TrainingSettings
+from storage.errors import ConfigurationRefused
+
+Positive = Annotated[int, Field(ge=1)]
+Count = Annotated[int, Field(ge=0)]
+Seconds = Annotated[float, Field(gt=0)]
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+
+
+class Part(BaseModel):
+    """A section of the form; unknown fields are refused."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class StorageConfig(Part):
+    url: str = Field(
+        default=".tidegate/store", title="Storage url", description="A folder, file:// or memory://; holds all runs"
+    )
+    flush_interval: Seconds = Field(
+        default=0.25, description="Journal records nobody waits for become durable after this long"
+    )
+    flush_bytes: Positive = Field(default=4 << 20, description="... or when this many bytes are pending")
+    retry_backoff: Seconds = Field(
+        default=5.0, description="Longest pause between two tries of a write with unknown outcome"
+    )
+    commit_deadline: Seconds = Field(
+        default=300.0, description="How long a call waits for durability before it reports"
+    )
+    undurable_age: Seconds = Field(
+        default=10.0, description="Admission closes when the journal's tail is older than this"
+    )
+    undurable_bytes: Positive = Field(default=64 << 20, description="... or larger than this")
+
+
+class ModelConfig(Part):
+    name: str = Field(
+        default="tiny", description="tiny, smollm2-135m, a folder with config.json, or a hub name org/name"
+    )
+    cache: str = Field(default="~/.cache/tidegate/models", description="Where converted models are kept, on every node")
+
+
+class EnvironmentConfig(Part):
+    name: str = Field(
+        default="reverse", description="reverse, addition, guess, an installed entry point, or module:Class"
+    )
+    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment")
+    shuffle: bool = Field(default=True, description="A new seeded order in each epoch")
+    epochs: Positive | None = Field(default=None, description="Passes over the tasks; null is endless")
+
+
+class RolloutConfig(Part):
+    siblings: Positive = Field(default=16, title="Rollouts per group (n)")
+    batch: Positive = Field(default=32, title="Groups per step (B)")
+    staleness: Count | None = Field(
+        default=2, title="Staleness bound (S)", description="Versions; 0 on-policy, null unbounded"
+    )
+    submission: Literal["sample", "group"] = Field(
+        default="sample", description="What executing counts: rollouts or groups"
+    )
+    order: Literal["fifo", "lifo"] = Field(
+        default="fifo", description="Completion order, or newest first, within the bound"
+    )
+    executing: Positive = Field(
+        default=1024, title="Executing (E)", description="Live rollouts (sample) or groups (group)"
+    )
+    completed: Positive = Field(
+        default=128, title="Completed (P)", description="Groups from first dispatch to settlement"
+    )
+    retained: Positive = Field(default=128, title="Retained (R)", description="Groups from reservation to settlement")
+    hot_bytes: Positive = Field(
+        default=512 << 20, description="Payload bytes kept in memory; more is read from storage"
+    )
+    eviction_cap: Positive | None = Field(
+        default=None, description="Completed groups beyond this start again; null: never"
+    )
+    prefetch: Count = Field(default=0, description="Groups whose payload moves to the trainer before their lease")
+    filter: Literal["none", "zero_variance"] = Field(default="none", description="Groups to discard and refill (DAPO)")
+    backoff: Count = Field(default=8, description="Groups that may wait for their next attempt at once")
+    backoff_base: Seconds = Field(default=0.5, description="First pause before another attempt; doubles")
+    backoff_max: Seconds = Field(default=60.0, description="Longest pause before another attempt")
+    attempts: Positive = Field(default=5, description="Failed attempts of one rollout before its group is quarantined")
+    losses: Positive = Field(default=20, description="Process deaths under one rollout before its group is quarantined")
+    discard_rest: bool = Field(default=False, description="Discard a short last batch instead of training it")
+
+
+class DrainConfig(Part):
+    mode: Literal["boundary", "frontier", "none"] = Field(default="boundary", description="What an update waits for")
+    deadline: Seconds = Field(default=120.0, description="How long")
+    action: Literal["proceed", "cancel", "fail"] = Field(default="proceed", description="And what happens then")
+
+
+class GenerationConfig(Part):
+    engines: Positive = Field(default=1, description="Engine processes")
+    slots: Positive = Field(default=256, description="Requests that one engine runs at once")
+    max_length: Positive = Field(default=64, description="Tokens of prompt and answer together, per request")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
+        default="auto", description="auto: bfloat16 where it is fast"
+    )
+    cache_at_update: Literal["keep", "recompute"] = Field(
+        default="keep", description="Cached keys and values at an update"
+    )
+    in_flight_updates: bool = Field(default=True, description="Weights may change in the middle of a generation")
+    temperature: Annotated[float, Field(ge=0)] = 1.0
+    device: str = Field(default="cpu", description="cpu, cuda")
+    gpus: Annotated[float, Field(ge=0)] = Field(default=0.0, description="GPUs per engine, fractions allowed")
+    cpus: Annotated[float, Field(ge=0)] = Field(default=0.5, description="CPUs per engine, as Ray counts them")
+    threads: Positive = Field(
+        default=1, description="Compute threads per engine; spinning threads on shared cores are slow"
+    )
+    workers: Positive = Field(default=1, description="Processes that run environments")
+    concurrency: Positive = Field(default=1024, description="Rollouts per worker")
+
+
+class TrainingConfig(Part):
+    steps: Positive = Field(default=100, description="Optimizer steps of the whole run")
+    learning_rate: Annotated[float, Field(gt=0)] = 2e-3
+    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
+    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
+    epsilon: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    warmup: Count = Field(default=10, description="Steps of linear warm-up")
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    clip_low: Annotated[float, Field(gt=0)] = 0.2
+    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    drop_zero_variance: bool = Field(default=True, description="Leave groups without signal out of the loss")
+    micro_positions: Positive = Field(default=4096, description="Padded tokens of one forward pass")
+    autocast: Literal["auto", "on", "off"] = Field(default="auto", description="Train in bfloat16 over float32 weights")
+    device: str = Field(default="cpu", description="cpu, cuda")
+    gpus: Annotated[float, Field(ge=0)] = 0.0
+    cpus: Annotated[float, Field(ge=0)] = 0.5
+    threads: Positive = 1
+
+
+class CheckpointConfig(Part):
+    every: Positive = Field(default=20, description="Steps between checkpoints")
+    max_unsaved: Positive = Field(
+        default=100, description="Training stops this many steps after the last good checkpoint"
+    )
+    strict_redo: bool = Field(default=False, description="Stop when a redone step comes to another state")
+
+
+class ClusterConfig(Part):
+    address: str = Field(
+        default="auto", description="Ray address host:port; auto: RAY_ADDRESS, else a cluster of this process"
+    )
+    namespace: str = Field(default="tidegate", description="Ray namespace of the run's actors")
+    start_deadline: Seconds = Field(
+        default=120.0, description="A process that is not placed and ready by then is an error"
+    )
+    activate_deadline: Seconds = Field(
+        default=300.0, description="An update that no engine confirms by then is an error"
+    )
+    restart_pause: Seconds = Field(default=0.5, description="Before a dead engine or worker is started again; doubles")
+    max_failures: Positive = Field(default=5, description="Starts in a row that may fail before the flow run fails")
+    lease_deadline: Seconds = Field(default=1800.0, description="How long a step may wait for its batch")
+    hold_ttl: Seconds = Field(default=120.0, description="A hold that is not renewed for so long ends")
+    alive_deadline: Seconds = Field(
+        default=30.0, description="A manager or trainer that does not answer for so long is dead"
+    )
+    driver_silence: Seconds = Field(
+        default=60.0, description="A driver silent for so long may be replaced by another flow run"
+    )
+
+
+class FlowConfig(Part):
+    steps_per_task: Positive = Field(
+        default=1, description="Above 1, so many steps share one task: for steps below a second"
+    )
+
+
+class RunConfig(Part):
+    """A run of asynchronous RL. A run of the same name is resumed."""
+
+    run: str | None = Field(default=None, title="Run name", description="null: named after the flow run")
+    seed: Count = 0
+    model: ModelConfig = ModelConfig()
+    environment: EnvironmentConfig = EnvironmentConfig()
+    rollout: RolloutConfig = RolloutConfig()
+    generation: GenerationConfig = GenerationConfig()
+    training: TrainingConfig = TrainingConfig()
+    drain: DrainConfig = DrainConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
+    storage: StorageConfig = StorageConfig()
+    cluster: ClusterConfig = ClusterConfig()
+    flow: FlowConfig = FlowConfig()
+
+    def limits(self) -> Limits:
+        one, storage = self.rollout, self.storage
+        return Limits(
+            num_siblings=one.siblings,
+            batch=one.batch,
+            staleness=one.staleness,
+            submission=Submission(one.submission),
+            order=Order(one.order),
+            max_executing=one.executing,
+            max_retained=one.retained,
+            max_completed=one.completed,
+            max_hot_bytes=one.hot_bytes,
+            eviction_cap=one.eviction_cap,
+            prefetch=one.prefetch,
+            max_backoff=one.backoff,
+            max_attempts=one.attempts,
+            max_losses=one.losses,
+            backoff_base_s=one.backoff_base,
+            backoff_max_s=one.backoff_max,
+            undurable_age_s=storage.undurable_age,
+            undurable_bytes=storage.undurable_bytes,
+            discard_end_of_source=one.discard_rest,
+        )
+
+    def check(self) -> list[str]:
+        """Refuse what cannot work, before anything is started or written; returns warnings."""
+        limits = self.limits()
+        warnings = check_limits(limits)
+        environment = self._source().environment_of()
+        tokens = min(self.generation.max_length, environment.max_new_tokens) * environment.max_turns
+        check_group_bytes(limits, self.rollout.siblings * (BYTES_PER_ROLLOUT + BYTES_PER_TOKEN * tokens))
+        length = load_config(find(self._model())).max_position_embeddings
+        if self.generation.max_length > length:
+            raise ConfigurationRefused(
+                f"generation.max_length = {self.generation.max_length}",
+                expected=f"at most {length}, the model's own limit",
+                action="lower generation.max_length",
+            )
+        if self.checkpoint.max_unsaved < self.checkpoint.every:
+            raise ConfigurationRefused(
+                f"checkpoint.max_unsaved = {self.checkpoint.max_unsaved} < checkpoint.every = {self.checkpoint.every}:"
+                " training would stop before the first checkpoint",
+                expected="max_unsaved >= every",
+                action="change the run configuration",
+                code="deadlock",
+            )
+        if self.generation.in_flight_updates is False and self.drain.mode == "none":
+            raise ConfigurationRefused(
+                "drain.mode = none with generation.in_flight_updates = false: engines would change weights under open"
+                " model calls, which they cannot",
+                expected="drain.mode boundary or frontier",
+                action="change the run configuration",
+                code="deadlock",
+            )
+        return warnings
+
+    def _model(self) -> ModelSpec:
+        return ModelSpec(self.model.name, self.seed, self.model.cache)
+
+    def _source(self) -> SourceSpec:
+        one = self.environment
+        return SourceSpec(one.name, one.options, self.seed, one.shuffle, one.epochs)
+
+    def fingerprints(self) -> dict[str, str]:
+        """What must not change at a resume: other data, another model or another environment is another run."""
+        model = hashlib.sha256(json.dumps([self.model.name, self.seed]).encode()).hexdigest()
+        return {
+            "source": self._source().fingerprint(),
+            "model": model,
+            "environment": f"{self.environment.name} {json.dumps(self.environment.options, sort_keys=True)}",
+        }
+
+    def resolved(self) -> RunConfig:
+        """With every `auto` of the arithmetic replaced by what this machine does; a run keeps it for life."""
+        dtype = self.generation.dtype
+        if dtype == "auto":
+            dtype = "bfloat16" if self.generation.device != "cpu" or fast_bfloat16() else "float32"
+        autocast = self.training.autocast
+        if autocast == "auto":
+            autocast = "on" if self.training.device != "cpu" or fast_bfloat16() else "off"
+        small = self.model.name == "tiny"
+        return self.model_copy(update={
+            "generation": self.generation.model_copy(update={"dtype": "float32" if small else dtype}),
+            "training": self.training.model_copy(update={"autocast": "off" if small else autocast}),
+        })  # fmt: skip
+
+    def spec(self, run: str) -> RunSpec:
+        """The values the processes get. Raises `ConfigurationRefused` and other `UserError`s."""
+        self.check()
+        one, cluster = self.resolved(), self.cluster
+        training, generation = one.training, one.generation
+        return RunSpec(
+            run=run,
+            storage_url=one.storage.url,
+            ray_address=cluster.address,
+            namespace=cluster.namespace,
+            start_s=cluster.start_deadline,
+            model=self._model(),
+            source=self._source(),
+            limits=self.limits(),
+            filter=Filter(self.rollout.filter),
+            manager=ManagerSettings(
+                FlushSettings(one.storage.flush_interval, one.storage.flush_bytes, one.storage.retry_backoff),
+                cluster.driver_silence,
+                one.storage.commit_deadline,
+            ),
+            fleet=FleetSettings(
+                generation.engines,
+                generation.workers,
+                cluster.activate_deadline,
+                cluster.restart_pause,
+                cluster.max_failures,
+            ),
+            engine=EngineSpec(
+                generation.slots,
+                generation.max_length,
+                DTYPES[generation.dtype],
+                Cached(generation.cache_at_update),
+                generation.in_flight_updates,
+                generation.temperature,
+                ProcessSpec(generation.cpus, generation.gpus, generation.device, generation.threads),
+            ),
+            worker=WorkerSpec(generation.concurrency, ProcessSpec(generation.cpus, 0.0, "cpu", 1)),
+            training=TrainingSettings(
+                OptimizerSettings(
+                    training.learning_rate,
+                    training.beta1,
+                    training.beta2,
+                    training.epsilon,
+                    training.weight_decay,
+                    training.warmup,
+                    training.max_grad_norm,
+                ),
+                training.clip_low,
+                training.clip_high,
+                training.drop_zero_variance,
+                training.micro_positions,
+                training.autocast == "on",
+                DTYPES[generation.dtype],
+            ),
+            trainer=ProcessSpec(training.cpus, training.gpus, training.device, training.threads),
+            steps=StepSpec(
+                training.steps,
+                cluster.lease_deadline,
+                cluster.hold_ttl,
+                cluster.alive_deadline,
+                DrainPolicy(Drain(one.drain.mode), one.drain.deadline, DrainAction(one.drain.action)),
+                one.checkpoint.every,
+                one.checkpoint.max_unsaved,
+                one.checkpoint.strict_redo,
+            ),
+            fingerprints=self.fingerprints(),
+            settings=one.model_dump(mode="json"),
+        )
+
+
+BYTES_PER_ROLLOUT = 256
+BYTES_PER_TOKEN = 9
+"""Payload of a turn: int32 id, float32 logprob and int8 mask per token, and the row around them."""

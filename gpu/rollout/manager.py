@@ -1,0 +1,406 @@
+"""The rollout manager: asyncio around rollout control, and the run's only journal writer.
+
+It decides nothing itself. Calls carry the incarnation, a driver's calls also its token; older ones are refused with
+`RunFenced`. Every wait has a deadline or ends with the manager, and says what it waits for. A fatal error reaches every
+waiter at once.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import uuid
+from collections.abc import Callable, Coroutine
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from gpu.rollout.calls import Attached, Callers
+from gpu.rollout.committer import Committer, FlushSettings
+from gpu.rollout.control import RolloutControl
+from gpu.rollout.drain import Drain, DrainAction, Drained, DrainPolicy
+from gpu.rollout.limits import Limits
+from gpu.rollout.messages import Accepted, Caller, Dispatch, Grant, Hold, Outcome, Report, Wait
+from gpu.rollout.results import GroupFilter
+from gpu.rollout.signal import Signal, wait_event
+from storage.clock import Clock
+from storage.errors import DeadlineExceeded
+from storage.filesystem import Store
+from storage.journal import JournalWriter, claim
+from storage.ledger import Ledger, Policy
+from storage.restore import RestorePlan, plan_restore
+from storage.runs import RunInfo
+from storage.schema import CheckpointPublished, ConfigChanged
+
+TICK_S = 0.1
+
+
+class Work(msgspec.Struct, frozen=True):
+    """Attempts for a worker, and the engines that have confirmed the current version."""
+
+    dispatches: list[Dispatch]
+    engines: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerSettings:
+    """`driver_silence_s`: see `Callers`. `commit_deadline_s` bounds a call's wait for durability; the record stays
+    queued beyond it, and the call can be repeated."""
+
+    flush: FlushSettings
+    driver_silence_s: float
+    commit_deadline_s: float
+
+
+class EngineControl:
+    """What the manager needs of whoever runs the engines. This one runs none: `activate` serves the version at once."""
+
+    names: tuple[str, ...] = ()
+
+    async def activate(self, policy: Policy) -> None:
+        """Bring a published version to the engines; return when one serves it and no other version serves."""
+
+    async def pause(self) -> int:
+        """Wait for open model calls of engines that cannot change weights in flight; keep new ones waiting. 0."""
+        return 0
+
+    async def cancel(self) -> int:
+        """Abort the open model calls of those engines; returns how many."""
+        return 0
+
+    async def resume(self) -> None: ...
+
+    def status(self) -> dict[str, object]:
+        return {}
+
+
+class RolloutManager:
+    """Made by `open_manager`; `start` it on a running loop. `engines` may be replaced before that."""
+
+    def __init__(
+        self,
+        store: Store,
+        info: RunInfo,
+        control: RolloutControl,
+        clock: Clock,
+        settings: ManagerSettings,
+        dice: random.Random,
+    ) -> None:
+        self._info, self._clock, self._settings = info, clock, settings
+        self.control = control
+        self.changed = Signal()
+        self.callers = Callers(control.ledger.incarnation, clock, settings.driver_silence_s, self.changed)
+        self._committer = Committer(store, info.run, control, settings.flush, self.changed, dice)
+        self._loops: list[asyncio.Task[None]] = []
+        self.engines = EngineControl()
+
+    # ------------------------------------------------------------------ life
+
+    @property
+    def incarnation(self) -> int:
+        return self.control.ledger.incarnation
+
+    def start(self) -> None:
+        """Begin writing and ticking."""
+        self._loops = [asyncio.create_task(self._guard(loop)) for loop in (self._committer.run(), self._tick())]
+
+    async def stop(self) -> None:
+        for loop in self._loops:
+            loop.cancel()
+        await asyncio.gather(*self._loops, return_exceptions=True)
+
+    async def _guard(self, loop: Coroutine[Any, Any, None]) -> None:
+        try:
+            await loop
+        except Exception as error:  # noqa: BLE001 - whatever ends a loop ends the incarnation, with its cause
+            self.fail(error)
+
+    def fail(self, error: BaseException) -> None:
+        """End the incarnation with its first cause."""
+        self.control.admission.close(f"fatal: {self.callers.fail(error).code}")
+
+    async def _tick(self) -> None:
+        while True:
+            await asyncio.sleep(TICK_S)
+            expired = self.control.tick()
+            due = self.control.scheduler.backoff.next_due()
+            self.control.check_conservation()
+            if expired or (due is not None and due <= self._clock.monotonic()):
+                self.changed.notify()
+
+    async def _durable(self, seq: int, what: str) -> None:
+        """Raises `DeadlineExceeded`; the record stays queued and the call may be repeated."""
+        self._committer.appended()
+        try:
+            async with asyncio.timeout(self._settings.commit_deadline_s):
+                await self._committer.durable(seq, self.callers.alive)
+        except TimeoutError as error:
+            raise DeadlineExceeded(
+                f"{what} is not durable after {self._settings.commit_deadline_s:.0f} s: {self._committer.stalled}",
+                expected="a store that accepts writes",
+                action="repair the store; the call can be repeated",
+                code="commit",
+            ) from error
+        self.changed.notify()
+
+    # ------------------------------------------------------------------ workers
+
+    async def take(self, incarnation: int, worker: str, limit: int, timeout: float) -> Work:
+        """Up to `limit` attempts; waits up to `timeout` seconds for the first."""
+        deadline = self._clock.monotonic() + timeout
+        while True:
+            event = self.changed.current()
+            self.callers.check(Caller(incarnation))
+            taken = self.control.take(worker, limit) if self.engines.names else []
+            left = deadline - self._clock.monotonic()
+            if taken or left <= 0:
+                self._committer.appended()
+                return Work(taken, self.engines.names)
+            await wait_event(event, left)
+
+    async def report(self, incarnation: int, report: Report) -> Accepted:
+        """Finished turns and ended attempts. Returns before they are durable; groups enter the buffer when they are."""
+        self.callers.check(Caller(incarnation))
+        accepted = self.control.report(report)
+        self._committer.appended()
+        self.changed.notify()
+        return accepted
+
+    def lose_worker(self, worker: str) -> int:
+        """A worker process is gone; returns how many attempts it had."""
+        lost = self.control.lose_worker(worker)
+        self._committer.appended()
+        self.changed.notify()
+        return lost
+
+    def serve(self, number: int | None) -> None:
+        """Every serving engine has confirmed version `number` (None: none serves)."""
+        self.control.serve(number)
+        self.changed.notify()
+
+    # ------------------------------------------------------------------ driver: batches
+
+    async def attach(self, owner: str, take_over: bool = False) -> Attached:
+        """Become the driver. The holds of the one before are released. Raises `RunBusy`."""
+        replaced = self.callers.owner
+        caller = await self.callers.attach(owner, take_over)
+        self.control.admission.release_token(caller.token - 1)
+        self.changed.notify()
+        return Attached(caller, replaced, self.control.ledger.finished)
+
+    async def lease(self, caller: Caller, deadline_s: float) -> Grant | None:
+        """The next batch; None when a finite source is exhausted. Raises `DeadlineExceeded` with the reason."""
+        deadline = self._clock.monotonic() + deadline_s
+        with self.callers.call(caller):
+            while True:
+                event = self.changed.current()
+                self.callers.check(caller)
+                found = self.control.try_lease()
+                self._committer.appended()
+                if not isinstance(found, Wait):
+                    return found
+                left = deadline - self._clock.monotonic()
+                if left <= 0:
+                    raise DeadlineExceeded(
+                        f"no batch for step {self.control.ledger.step + 1} after {deadline_s:.0f} s: {found.reason}",
+                        expected=f"a batch; {found.who} can provide it",
+                        action="look at `tidegate status`",
+                        code="lease",
+                    )
+                await wait_event(event, min(left, 1.0))
+
+    async def commit(
+        self, caller: Caller, lease: int, step: int, state_digest: str, weights_digest: str, metrics: dict[str, float]
+    ) -> None:
+        """The step happened; returns when that is durable. May be repeated."""
+        with self.callers.call(caller):
+            seq = self.control.leasing.commit(lease, step, state_digest, weights_digest, metrics)
+            self.changed.notify()
+            await self._durable(seq, f"the commit of step {step}")
+
+    async def roll_back(self, caller: Caller, lease: int, reason: str) -> None:
+        """The trainer is proven untouched: its groups are completed again. May be repeated."""
+        with self.callers.call(caller):
+            await self._durable(self.control.leasing.roll_back(lease, reason), f"the rollback of lease {lease}")
+
+    def peek(self, caller: Caller, count: int) -> Grant | None:
+        """References and hot bytes of up to `count` groups that may be leased next; grants nothing."""
+        self.callers.check(caller)
+        return self.control.leasing.peek(count)
+
+    # ------------------------------------------------------------------ driver: holds, versions, checkpoints
+
+    async def acquire(self, caller: Caller, purpose: str, ttl_s: float) -> Hold:
+        """Close admission until `release`, this driver's successor, or `ttl_s` seconds after the last `renew`."""
+        self.callers.check(caller)
+        hold = self.control.acquire(self.callers.owner, purpose, caller.token, ttl_s)
+        self.changed.notify()
+        return hold
+
+    async def renew(self, caller: Caller, hold: int, epoch: int) -> None:
+        self.callers.check(caller)
+        self.control.admission.renew(hold, epoch)
+
+    async def release(self, caller: Caller, hold: int) -> None:
+        """Idempotent."""
+        self.callers.check(caller)
+        self.control.admission.release(hold)
+        await self.engines.resume()
+        self.changed.notify()
+
+    async def release_owner(self, owner: str) -> list[int]:
+        """Release the holds of a dead driver, named by its owner; for hooks in another process. Idempotent."""
+        if owner != self.callers.owner:
+            return []
+        released = self.control.admission.release_token(self.callers.token)
+        await self.engines.resume()
+        self.changed.notify()
+        return released
+
+    async def drain(self, caller: Caller, hold: Hold, policy: DrainPolicy) -> Drained:
+        """Wait as the policy says. Raises `DeadlineExceeded` naming what has not ended, when it says so."""
+        started = self._clock.monotonic()
+        with self.callers.call(caller):
+            self.control.admission.confirm(hold.hold, hold.epoch)
+            left = 0
+            if policy.mode is Drain.BOUNDARY:
+                left = await self._drain_boundary(policy)
+            elif policy.mode is Drain.FRONTIER:
+                left = await self._drain_frontier(caller, hold, policy, started + policy.deadline_s)
+        return Drained(self._clock.monotonic() - started, left)
+
+    async def _drain_boundary(self, policy: DrainPolicy) -> int:
+        try:
+            async with asyncio.timeout(policy.deadline_s):
+                return await self.engines.pause()
+        except TimeoutError as error:
+            if policy.action is not DrainAction.FAIL:
+                return await self.engines.cancel() if policy.action is DrainAction.CANCEL else 1
+            raise DeadlineExceeded(
+                f"model calls did not end in {policy.deadline_s:.0f} s",
+                expected="engines to pause",
+                action="raise drain.deadline_s, or choose another action",
+                code="drain",
+            ) from error
+
+    async def _drain_frontier(self, caller: Caller, hold: Hold, policy: DrainPolicy, deadline: float) -> int:
+        while True:
+            event = self.changed.current()
+            self.callers.check(caller)
+            self.control.admission.confirm(hold.hold, hold.epoch)
+            open_ = self.control.admission.still_open(hold.hold)
+            left = deadline - self._clock.monotonic()
+            if not open_ or left <= 0:
+                break
+            self._committer.appended()
+            await wait_event(event, min(left, 1.0))
+        if open_ and policy.action is DrainAction.FAIL:
+            raise DeadlineExceeded(
+                f"{len(open_)} executions did not end in {policy.deadline_s:.0f} s: {', '.join(map(str, open_[:5]))}",
+                expected="the terminal frontier to end",
+                action="raise drain.deadline_s, or choose another mode or action",
+                code="drain",
+            )
+        if policy.action is DrainAction.CANCEL:
+            for identity in open_:
+                self.control.results.abandon(identity, Outcome.ABORTED, f"hold {hold.hold} cancelled it")
+        return len(open_)
+
+    async def publish_policy(self, caller: Caller, digest: str) -> Policy:
+        """Record the weights of the last committed step as a version; returns when that is durable."""
+        with self.callers.call(caller):
+            await self._durable(self.control.publish_policy(digest), "the policy version")
+        assert self.control.ledger.policy is not None
+        return self.control.ledger.policy
+
+    async def activate(self, caller: Caller, hold: Hold) -> None:
+        """Bring the published version to the engines, under a hold that is still up. Rolls forward only."""
+        with self.callers.call(caller):
+            self.control.admission.confirm(hold.hold, hold.epoch)
+            assert self.control.ledger.policy is not None, "publish before activating"
+            await self.engines.activate(self.control.ledger.policy)
+
+    async def prepare_checkpoint(self, caller: Caller, hold: Hold) -> None:
+        """A capture may happen now. Raises `HoldRefused`."""
+        self.callers.check(caller)
+        self.control.prepare_checkpoint(hold.hold, hold.epoch)
+
+    async def publish_checkpoint(
+        self, caller: Caller, step: int, manifest: str, digest: str, size: int, written: int
+    ) -> None:
+        with self.callers.call(caller):
+            seq = self.control.publish_checkpoint(step, manifest, digest, size, written)
+            await self._durable(seq, f"the checkpoint of step {step}")
+
+    # ------------------------------------------------------------------ driver: restore and end
+
+    async def plan(self, caller: Caller) -> RestorePlan:
+        """What a trainer needs to reach the last committed step. Waits until everything it names is durable."""
+        with self.callers.call(caller):
+            await self._durable(self.control.books.journal.last_seq, "the journal")
+            return plan_restore(self.control.ledger, self._info.run)
+
+    async def redone(self, caller: Caller, step: int, state_digest: str, weights_digest: str) -> bool:
+        """A committed step was trained again; whether the digests agree."""
+        self.callers.check(caller)
+        matches = self.control.redone(step, state_digest, weights_digest)
+        self._committer.appended()
+        return matches
+
+    async def newest_checkpoint(self, caller: Caller) -> CheckpointPublished | None:
+        self.callers.check(caller)
+        return self.control.ledger.checkpoints[-1] if self.control.ledger.checkpoints else None
+
+    async def change_config(self, caller: Caller, changes: dict[str, str]) -> None:
+        """Record settings that differ from those of the incarnation before."""
+        self.callers.check(caller)
+        self.control.books.record(ConfigChanged(changes))
+        self._committer.appended()
+
+    async def finish(self, caller: Caller, reason: str) -> None:
+        """Settle what is left, close for good. May be repeated."""
+        with self.callers.call(caller):
+            await self._durable(self.control.finish(reason), "the end of the run")
+
+    async def status(self) -> dict[str, object]:
+        """What every component waits for, since when, and who can satisfy it."""
+        journal = self.control.books.journal
+        return {
+            **self.control.status(),
+            "run": self._info.run,
+            "driver": self.callers.owner,
+            "driver_token": self.callers.token,
+            "engines": self.engines.status(),
+            "journal": {
+                "slot": journal.slot,
+                "durable_seq": journal.durable_seq,
+                "last_seq": journal.last_seq,
+                "undurable_age_s": journal.undurable_age(),
+                "stalled": self._committer.stalled,
+            },
+            "fatal": str(self.callers.fatal or ""),
+        }
+
+
+def open_manager(
+    store: Store,
+    info: RunInfo,
+    limits: Limits,
+    clock: Clock,
+    settings: ManagerSettings,
+    *,
+    owner: str,
+    reason: str,
+    length: int | None,
+    group_filter: GroupFilter,
+    check: Callable[[Ledger], None] = lambda ledger: None,
+) -> RolloutManager:
+    """Claim the run's journal and restore control from it. Blocks on storage. Raises what makes a run unusable."""
+    writer = uuid.uuid4().hex[:12]
+    claimed = claim(
+        store, info.run, info.num_siblings, owner=owner, writer=writer, reason=reason, clock=clock, check=check
+    )
+    journal = JournalWriter(info.run, claimed.incarnation, writer, claimed.tail, clock)
+    control = RolloutControl(claimed.ledger, journal, limits, clock, length=length, group_filter=group_filter)
+    return RolloutManager(store, info, control, clock, settings, random.Random(writer))

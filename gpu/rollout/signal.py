@@ -1,0 +1,30 @@
+"""Waking waiters without losing a wake-up."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Signal:
+    """`current()` before looking at a condition, then wait on what it returned: a notify in between is not lost."""
+
+    def __init__(self) -> None:
+        self._event = asyncio.Event()
+
+    def current(self) -> asyncio.Event:
+        return self._event
+
+    def notify(self) -> None:
+        event, self._event = self._event, asyncio.Event()
+        event.set()
+
+
+async def wait_event(event: asyncio.Event, timeout: float | None) -> bool:
+    """Whether the event came within `timeout` seconds (None: wait for ever)."""
+    if timeout is not None and timeout <= 0:
+        return event.is_set()
+    try:
+        await asyncio.wait_for(event.wait(), timeout)
+        return True
+    except TimeoutError:
+        return False

@@ -1,0 +1,122 @@
+"""Everything the processes of a run need to know, as frozen values. Made by the run configuration, which holds the
+defaults; nothing here has one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+
+from gpu.environments.base import Environment
+from gpu.environments.registry import make_environment
+from gpu.fleet import FleetSettings
+from gpu.generation.engine import Cached
+from gpu.models.loading import ModelSpec
+from gpu.rollout.drain import DrainPolicy
+from gpu.rollout.limits import Limits
+from gpu.rollout.manager import ManagerSettings
+from gpu.rollout.results import GroupFilter, keep_all, zero_variance
+from gpu.rollout.source import PromptStream
+from gpu.training.trainer import TrainingSettings
+
+
+@dataclass(frozen=True, slots=True)
+class SourceSpec:
+    """The prompt stream over the environment's tasks; `epochs` None is endless."""
+
+    environment: str
+    options: Mapping[str, object]
+    seed: int
+    shuffle: bool
+    epochs: int | None
+
+    def environment_of(self) -> Environment:
+        return make_environment(self.environment, self.options)
+
+    def stream(self, environment: Environment) -> PromptStream:
+        return PromptStream(len(environment), seed=self.seed, shuffle=self.shuffle, epochs=self.epochs)
+
+    def fingerprint(self) -> str:
+        """Digest of what an ordinal means."""
+        environment = self.environment_of()
+        rows = (environment.task(index) for index in range(len(environment)))
+        return self.stream(environment).fingerprint(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessSpec:
+    """Resources of one process in Ray's terms, and its number of compute threads."""
+
+    num_cpus: float
+    num_gpus: float
+    device: str
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class EngineSpec:
+    """`dtype` is a safetensors name; `in_flight_swap` False makes an engine finish its requests before an update."""
+
+    slots: int
+    max_length: int
+    dtype: str
+    cached: Cached
+    in_flight_swap: bool
+    temperature: float
+    process: ProcessSpec
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerSpec:
+    concurrency: int
+    process: ProcessSpec
+
+
+class Filter(Enum):
+    """Put-time verdict on a finished group."""
+
+    NONE = "none"
+    ZERO_VARIANCE = "zero_variance"
+
+    def function(self) -> GroupFilter:
+        return keep_all if self is Filter.NONE else zero_variance
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """The driver's numbers. `lease_s` bounds the wait for a batch, `hold_ttl_s` a hold without renewal, `alive_s` how
+    long a process may not answer; a checkpoint is taken every `checkpoint_every` steps, and training stops when the
+    last good one is `max_unsaved` steps behind."""
+
+    num_steps: int
+    lease_s: float
+    hold_ttl_s: float
+    alive_s: float
+    drain: DrainPolicy
+    checkpoint_every: int
+    max_unsaved: int
+    strict_redo: bool
+
+
+@dataclass(frozen=True, slots=True)
+class RunSpec:
+    """One run. `ray_address` and `namespace` say where its processes live."""
+
+    run: str
+    storage_url: str
+    ray_address: str
+    namespace: str
+    start_s: float
+    model: ModelSpec
+    source: SourceSpec
+    limits: Limits
+    filter: Filter
+    manager: ManagerSettings
+    fleet: FleetSettings
+    engine: EngineSpec
+    worker: WorkerSpec
+    training: TrainingSettings
+    trainer: ProcessSpec
+    steps: StepSpec
+    fingerprints: Mapping[str, str]
+    settings: Mapping[str, object]

@@ -1,0 +1,60 @@
+"""Capture and publish checkpoints."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+
+from prefect import task
+
+from storage.checkpoint import Written
+from storage.errors import RestoreRefused, TidegateError
+from tasks.session import PHASE, Session, session
+
+log = logging.getLogger(__name__)
+
+
+@task(task_run_name="publish_checkpoint-{step}", **PHASE)
+async def publish_checkpoint(step: int) -> int:
+    """Capture the state after `step` under the hold; upload and publication go on beside training. Returns its size in
+    bytes, 0 when the previous publication is still under way (the next due step tries again)."""
+    one = session()
+    if one.upload is not None and not one.upload.done():
+        return 0
+    await finish_upload(one)
+    assert one.hold is not None, "hold before capturing"
+    await one.manager.prepare_checkpoint(one.caller, one.hold)
+    size: int = await one.trainer.capture(one.caller, step)
+    one.upload = asyncio.create_task(_upload(one, step))
+    return size
+
+
+async def _upload(one: Session, step: int) -> None:
+    newest = await one.manager.newest_checkpoint(one.caller)
+    written: Written = await one.trainer.upload(one.caller, step, newest)
+    await one.manager.publish_checkpoint(one.caller, step, *written)
+    one.saved_step = step
+
+
+async def finish_upload(one: Session) -> None:
+    """Wait for the publication under way. Its failure is remembered and shown; it never stops generation by itself."""
+    if one.upload is None:
+        return
+    upload, one.upload = one.upload, None
+    try:
+        await upload
+        one.upload_problem = ""
+    except TidegateError as error:
+        one.upload_problem = str(error)
+        log.warning("op=publish_checkpoint decision=retry_at_next_checkpoint reason=%s", error)
+
+
+def check_saved(one: Session, step: int) -> None:
+    """Refuse to go on too far past the last good checkpoint. Raises `RestoreRefused`."""
+    if step - one.saved_step > one.spec.steps.max_unsaved:
+        raise RestoreRefused(
+            f"step {step} is {step - one.saved_step} steps after the last published checkpoint ({one.upload_problem})",
+            expected=f"at most {one.spec.steps.max_unsaved}",
+            action="repair the storage, then retry the flow run",
+            code="unsaved",
+        )

@@ -1,0 +1,47 @@
+"""What the phases of one driver share: whom they call, as whom, and what is under way.
+
+Live objects never travel as task parameters or results; a phase takes the session of its context.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Any
+
+from prefect.cache_policies import NO_CACHE
+
+from gpu.rollout.messages import Caller, Grant, Hold
+from gpu.spec import RunSpec
+
+PHASE: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
+"""No result of a phase is kept by Prefect: its cache fails open, and the journal is the memory."""
+
+
+@dataclass(slots=True)
+class Session:
+    """One driver of one run. `manager` and `trainer` answer calls (local objects, or actors behind `gpu.calls`)."""
+
+    spec: RunSpec
+    caller: Caller
+    manager: Any
+    trainer: Any
+    grant: Grant | None = None
+    hold: Hold | None = None
+    upload: asyncio.Task[None] | None = None
+    upload_problem: str = ""
+    saved_step: int = 0
+    history: list[dict[str, float]] = field(default_factory=lambda: [])
+
+
+_current: ContextVar[Session] = ContextVar("tidegate_session")
+
+
+def use(session: Session) -> None:
+    """Make it the session of this context and of the tasks started from it."""
+    _current.set(session)
+
+
+def session() -> Session:
+    return _current.get()
