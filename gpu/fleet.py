@@ -15,8 +15,15 @@ from typing import Protocol
 
 from gpu.generation.engine import Version
 from gpu.rollout.manager import EngineControl, RolloutManager
-from gpu.rollout.signal import Signal, wait_event
-from storage.errors import ActorLost, DeadlineExceeded, LineageInvalid, TidegateError, UserError
+from gpu.rollout.signal import Signal, seen, wait_event
+from storage.errors import (
+    ActorLost,
+    DeadlineExceeded,
+    LineageInvalid,
+    TidegateError,
+    UserError,
+    WeightsUnavailable,
+)
 from storage.ledger import Policy
 
 log = logging.getLogger(__name__)
@@ -107,10 +114,14 @@ class Fleet(EngineControl):
         keepers += [self._keep(member, self._live_worker) for member in self._workers]
         self._keepers = [asyncio.create_task(keeper) for keeper in keepers]
 
-    async def stop(self) -> None:
-        """End every process of the fleet."""
+    def kill(self) -> None:
+        """Stop keeping; the processes are somebody else's now."""
         for keeper in self._keepers:
             keeper.cancel()
+
+    async def stop(self) -> None:
+        """End every process of the fleet."""
+        self.kill()
         await asyncio.gather(*self._keepers, return_exceptions=True)
         names = [member.name(self._manager.incarnation) for member in [*self._engines, *self._workers]]
         await asyncio.gather(*(self._launcher.stop(name) for name in names), return_exceptions=True)
@@ -148,6 +159,7 @@ class Fleet(EngineControl):
         member.state = "starting"
         member.engine = engine = await self._launcher.engine(name)
         alive = asyncio.ensure_future(engine.run())
+        alive.add_done_callback(seen)
         try:
             member.state = "waits for weights"
             await self._until(alive, self._bring_current(member))
@@ -161,6 +173,7 @@ class Fleet(EngineControl):
     async def _until(self, alive: asyncio.Future[None], work: Awaitable[None]) -> None:
         """Do `work` as long as the process lives."""
         task = asyncio.ensure_future(work)
+        task.add_done_callback(seen)
         await asyncio.wait([alive, task], return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             task.cancel()
@@ -189,7 +202,7 @@ class Fleet(EngineControl):
                 try:
                     await self._bring(member)
                     return
-                except (ActorLost, LineageInvalid) as error:
+                except WeightsUnavailable as error:
                     member.state = f"waits for weights: {error}"
             await wait_event(event, 1.0)
 
@@ -201,10 +214,20 @@ class Fleet(EngineControl):
                 version = Version(policy.incarnation, policy.number, policy.digest)
                 if member.confirmed == version:
                     return
-                weights = await self._weights(policy.digest)
+                weights = await self._fetch(policy.digest)
                 member.confirmed = await member.engine.update(version, weights)
                 member.state = "serving"
                 self._serve()
+
+    async def _fetch(self, digest: str) -> object:
+        try:
+            return await self._weights(digest)
+        except (ActorLost, LineageInvalid) as error:
+            raise WeightsUnavailable(
+                f"no weights {digest[:12]}: {error}",
+                expected="a trainer that holds the published version",
+                action="retry the flow run; it restores the trainer and publishes again",
+            ) from error
 
     def _serve(self) -> None:
         """Tell the manager which engines have confirmed the newest version."""
@@ -218,13 +241,15 @@ class Fleet(EngineControl):
 
     async def activate(self, policy: Policy) -> None:
         """Rolls forward: engines that fail are replaced and catch up; returns when one serves this version and none
-        serves another. Raises `DeadlineExceeded` when none does in time."""
+        serves another. Raises `WeightsUnavailable`, and `DeadlineExceeded` when none serves in time."""
         self._policy = policy
         self._serve()
         live = [member for member in self._engines if member.engine is not None]
         outcomes = await asyncio.gather(*(self._bring(member) for member in live), return_exceptions=True)
         for member, outcome in zip(live, outcomes, strict=True):
-            if isinstance(outcome, TidegateError) and not isinstance(outcome, ActorLost | LineageInvalid):
+            if isinstance(outcome, WeightsUnavailable):
+                raise outcome
+            if isinstance(outcome, TidegateError) and not isinstance(outcome, ActorLost):
                 log.warning(
                     "op=activate member=%s decision=replace reason=%s", member.name(policy.incarnation), outcome
                 )

@@ -221,6 +221,12 @@ class ActorLost(TidegateError, RuntimeError):
     default_code = "actor_lost"
 
 
+class WeightsUnavailable(ActorLost):
+    """The trainer that holds a version's weights is dead or has others; the driver's retry restores it."""
+
+    default_code = "weights"
+
+
 class EngineFailed(TidegateError, RuntimeError):
     """A generation engine failed inside its process; it is replaced like one that died."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 import msgspec
 
@@ -131,10 +132,12 @@ def open_run(store: Store, run: str) -> RunInfo:
     return info
 
 
-def check_fingerprints(info: RunInfo, fingerprints: dict[str, str], num_siblings: int) -> None:
+def check_fingerprints(
+    info: RunInfo, fingerprints: Mapping[str, str], num_siblings: int, staleness: int | None
+) -> None:
     """Refuse to continue a run with data of another meaning. Raises `FingerprintMismatch`."""
-    wanted = {**fingerprints, "num_siblings": str(num_siblings)}
-    stored = {**info.fingerprints, "num_siblings": str(info.num_siblings)}
+    wanted = {**fingerprints, "num_siblings": str(num_siblings), "staleness": str(staleness)}
+    stored = {**info.fingerprints, "num_siblings": str(info.num_siblings), "staleness": str(info.staleness)}
     for name in sorted(wanted.keys() | stored.keys()):
         if wanted.get(name) != stored.get(name):
             raise FingerprintMismatch(

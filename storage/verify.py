@@ -52,7 +52,6 @@ class Report:
     steps_diverged: int = 0
     checkpoints: int = 0
     segments: int = 0
-    journal_bytes: int = 0
     problems: list[str] = field(default_factory=lambda: [])
 
     @property

@@ -7,6 +7,7 @@ import logging
 
 from prefect import task
 
+from gpu.rollout.signal import seen
 from storage.checkpoint import Written
 from storage.errors import RestoreRefused, TidegateError
 from tasks.session import PHASE, Session, session
@@ -26,6 +27,7 @@ async def publish_checkpoint(step: int) -> int:
     await one.manager.prepare_checkpoint(one.caller, one.hold)
     size: int = await one.trainer.capture(one.caller, step)
     one.upload = asyncio.create_task(_upload(one, step))
+    one.upload.add_done_callback(seen)
     return size
 
 
@@ -52,9 +54,13 @@ async def finish_upload(one: Session) -> None:
 def check_saved(one: Session, step: int) -> None:
     """Refuse to go on too far past the last good checkpoint. Raises `RestoreRefused`."""
     if step - one.saved_step > one.spec.steps.max_unsaved:
-        raise RestoreRefused(
-            f"step {step} is {step - one.saved_step} steps after the last published checkpoint ({one.upload_problem})",
-            expected=f"at most {one.spec.steps.max_unsaved}",
-            action="repair the storage, then retry the flow run",
-            code="unsaved",
-        )
+        raise unsaved(one, step)
+
+
+def unsaved(one: Session, step: int) -> RestoreRefused:
+    return RestoreRefused(
+        f"step {step} is {step - one.saved_step} steps after the last published checkpoint ({one.upload_problem})",
+        expected=f"at most {one.spec.steps.max_unsaved}, and none at the end of the run",
+        action="repair the storage, then retry the flow run",
+        code="unsaved",
+    )

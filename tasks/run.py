@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from typing import Any, Protocol
 
 import msgspec
 from prefect import task
 
+from gpu.rollout.calls import Attached
+from gpu.spec import RunSpec
 from gpu.training.host import RestoredBase, TrainerStatus
 from gpu.training.trainer import Trained
 from storage.errors import RestoreRefused
 from storage.restore import RestorePlan
-from tasks.session import PHASE, session
+from tasks.session import PHASE, Session, session, use
 
 log = logging.getLogger(__name__)
 
 
+class Opened(msgspec.Struct, frozen=True):
+    """A driver's start. `new` says that the manager was started by it; `finished` why the run is over, or ""."""
+
+    incarnation: int
+    token: int
+    new: bool
+    finished: str
+
+
 class Resumed(msgspec.Struct, frozen=True):
-    """How a driver found its run. `step` is the last committed one; `warm` says that the trainer needed no restore."""
+    """How a driver found its run. `step` is the last committed one; `warm`: the trainer needed no restore; `ahead`: it
+    holds one step more, trained and not yet committed."""
 
     incarnation: int
     step: int
@@ -26,7 +38,30 @@ class Resumed(msgspec.Struct, frozen=True):
     redone: int
     diverged: int
     warm: bool
+    ahead: bool
     rejected: tuple[str, ...]
+
+
+class Cluster(Protocol):
+    """Where a run's processes live: Ray, or this process."""
+
+    async def manager(self, owner: str) -> tuple[Any, bool]:
+        """The run's living manager, or a new incarnation; whether it is new."""
+        ...
+
+    async def trainer(self) -> Any:
+        """The run's living trainer, or a new one with nothing loaded."""
+        ...
+
+
+async def open_session(spec: RunSpec, cluster: Cluster, owner: str, *, take_over: bool = False) -> Opened:
+    """Find or start the run's manager and trainer, become the driver, and make that the session of this context.
+
+    Raises `RunBusy` and what `prepare_run` raises."""
+    manager, new = await cluster.manager(owner)
+    attached: Attached = await manager.attach(owner, take_over)
+    use(Session(spec, attached.caller, manager, await cluster.trainer()))
+    return Opened(attached.caller.incarnation, attached.caller.token, new, attached.finished)
 
 
 @task(task_run_name="restore_trainer", **PHASE)
@@ -35,23 +70,19 @@ async def restore_trainer() -> Resumed:
 
     Redone steps train the journaled groups in their order and generate nothing. Raises `RestoreRefused`.
     """
-    return await restore()
-
-
-async def restore(say: Callable[[str], None] = log.info) -> Resumed:
     one = session()
     plan: RestorePlan = await one.manager.plan(one.caller)
     one.saved_step = plan.checkpoints[0].step if plan.checkpoints else 0
     status: TrainerStatus = await one.trainer.claim(one.caller)
     if _holds_the_run(status, plan):
-        return Resumed(one.caller.incarnation, plan.step, plan.step, 0, 0, True, ())
+        return Resumed(one.caller.incarnation, plan.step, plan.step, 0, 0, True, status.step > plan.step, ())
     base: RestoredBase = await one.trainer.restore(one.caller, plan)
     diverged = 0
     for step in range(base.step + 1, plan.step + 1):
         trained: Trained = await one.trainer.redo(one.caller, step)
         matches = await one.manager.redone(one.caller, step, trained.state_digest, trained.weights_digest)
         diverged += not matches
-        say(f"op=redo step={step} of={plan.step} matches={matches}")
+        log.info("op=redo step=%d of=%d matches=%s", step, plan.step, matches)
         if not matches and one.spec.steps.strict_redo:
             raise RestoreRefused(
                 f"step {step} was redone to state {trained.state_digest[:12]}",
@@ -59,7 +90,9 @@ async def restore(say: Callable[[str], None] = log.info) -> Resumed:
                 action="resume on the hardware and software of the run, or set recovery.strict to false",
                 code="diverged",
             )
-    return Resumed(one.caller.incarnation, plan.step, base.step, plan.step - base.step, diverged, False, base.rejected)
+    return Resumed(
+        one.caller.incarnation, plan.step, base.step, plan.step - base.step, diverged, False, False, base.rejected
+    )
 
 
 def _holds_the_run(status: TrainerStatus, plan: RestorePlan) -> bool:

@@ -25,7 +25,7 @@ from gpu.rollout.messages import Accepted, Caller, Dispatch, Grant, Hold, Outcom
 from gpu.rollout.results import GroupFilter
 from gpu.rollout.signal import Signal, wait_event
 from storage.clock import Clock
-from storage.errors import DeadlineExceeded
+from storage.errors import DeadlineExceeded, RunFenced
 from storage.filesystem import Store
 from storage.journal import JournalWriter, claim
 from storage.ledger import Ledger, Policy
@@ -93,6 +93,7 @@ class RolloutManager:
         self.callers = Callers(control.ledger.incarnation, clock, settings.driver_silence_s, self.changed)
         self._committer = Committer(store, info.run, control, settings.flush, self.changed, dice)
         self._loops: list[asyncio.Task[None]] = []
+        self._lost_workers: set[str] = set()
         self.engines = EngineControl()
 
     # ------------------------------------------------------------------ life
@@ -109,6 +110,11 @@ class RolloutManager:
         for loop in self._loops:
             loop.cancel()
         await asyncio.gather(*self._loops, return_exceptions=True)
+
+    def kill(self) -> None:
+        """Stop in the middle of whatever runs, for in-process clusters that simulate a death."""
+        for loop in self._loops:
+            loop.cancel()
 
     async def _guard(self, loop: Coroutine[Any, Any, None]) -> None:
         try:
@@ -152,6 +158,12 @@ class RolloutManager:
         while True:
             event = self.changed.current()
             self.callers.check(Caller(incarnation))
+            if worker in self._lost_workers:
+                raise RunFenced(
+                    f"worker {worker} was given up",
+                    expected="a living worker",
+                    action="stop; another one has its attempts",
+                )
             taken = self.control.take(worker, limit) if self.engines.names else []
             left = deadline - self._clock.monotonic()
             if taken or left <= 0:
@@ -168,7 +180,9 @@ class RolloutManager:
         return accepted
 
     def lose_worker(self, worker: str) -> int:
-        """A worker process is gone; returns how many attempts it had."""
+        """A worker process is gone; returns how many attempts it had. A call of it that still waits gets nothing: work
+        handed to a dead worker would be nobody's."""
+        self._lost_workers.add(worker)
         lost = self.control.lose_worker(worker)
         self._committer.appended()
         self.changed.notify()

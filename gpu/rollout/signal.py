@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
 
 class Signal:
@@ -23,8 +24,16 @@ async def wait_event(event: asyncio.Event, timeout: float | None) -> bool:
     """Whether the event came within `timeout` seconds (None: wait for ever)."""
     if timeout is not None and timeout <= 0:
         return event.is_set()
+    # Not `wait_for`: on Python 3.11 it swallows a cancellation that comes at the moment the event is set.
     try:
-        await asyncio.wait_for(event.wait(), timeout)
+        async with asyncio.timeout(timeout):
+            await event.wait()
         return True
     except TimeoutError:
         return False
+
+
+def seen(done: asyncio.Future[Any]) -> None:
+    """A callback for futures that nobody may come to await: their exception is known, not unhandled."""
+    if not done.cancelled():
+        done.exception()

@@ -1,0 +1,87 @@
+"""From a run's specification to the parts that live in its processes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import numpy as np
+import torch
+
+from gpu.generation.client import EngineCalls
+from gpu.generation.server import EngineServer
+from gpu.generation.torch_engine import TorchEngine
+from gpu.generation.weights import DTYPES
+from gpu.generation.worker import ManagerCalls, RolloutWorker
+from gpu.models.loading import find, load_config, load_tokenizer
+from gpu.spec import ProcessSpec, RunSpec
+from gpu.training.trainer import Trainer
+from storage.errors import ResourceUnavailable
+from storage.filesystem import Store
+
+
+def use_process(process: ProcessSpec) -> torch.device:
+    """Set up this process for its share of the machine; its device. Raises `ResourceUnavailable`."""
+    torch.set_num_threads(process.threads)
+    device = torch.device(process.device)
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ResourceUnavailable(
+            f"device {process.device!r} and no CUDA device in this process",
+            expected="a visible CUDA device",
+            action="set the device to cpu, or ask for gpus so that Ray assigns one",
+        )
+    return device
+
+
+def seed_process(seed: int) -> None:
+    """Nothing in a run draws from global generators; user code may."""
+    random.seed(seed)
+    np.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+
+
+def build_engine(spec: RunSpec) -> EngineServer:
+    """An engine without weights; they come with the first version."""
+    device = use_process(spec.engine.process)
+    dtype = next(dtype for dtype, name in DTYPES.items() if name == spec.engine.dtype)
+    engine = TorchEngine(
+        load_config(find(spec.model)),
+        slots=spec.engine.slots,
+        max_length=spec.engine.max_length,
+        dtype=dtype,
+        device=device,
+        in_flight_swap=spec.engine.in_flight_swap,
+    )
+    return EngineServer(engine, spec.engine.cached)
+
+
+def build_trainer(spec: RunSpec) -> Trainer:
+    device = use_process(spec.trainer)
+    return Trainer(spec.model, spec.training, device)
+
+
+def build_worker(
+    spec: RunSpec,
+    name: str,
+    incarnation: int,
+    manager: ManagerCalls,
+    engines: Callable[[str], EngineCalls],
+    store: Store,
+) -> RolloutWorker:
+    seed_process(spec.source.seed)
+    environment = spec.source.environment_of()
+    stream = spec.source.stream(environment)
+    return RolloutWorker(
+        name,
+        incarnation,
+        manager,
+        engines,
+        environment,
+        load_tokenizer(spec.model),
+        store,
+        spec.run,
+        seed=spec.source.seed,
+        temperature=spec.engine.temperature,
+        position=lambda ordinal: stream.position(ordinal).row,
+        concurrency=spec.worker.concurrency,
+    )

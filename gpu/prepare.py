@@ -1,0 +1,79 @@
+"""Before anything runs: the run's description exists and means the same, or is created on a store that keeps its
+promises."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from gpu.rollout.manager import RolloutManager, open_manager
+from gpu.spec import RunSpec
+from storage.clock import Clock
+from storage.errors import RunExists, UnknownRun
+from storage.filesystem import Store
+from storage.opening import probe
+from storage.runs import RunInfo, RunPaths, check_fingerprints, create_run, make_run, open_run
+
+
+def prepare_run(store: Store, spec: RunSpec, clock: Clock) -> RunInfo:
+    """Open the run, or create it. Raises `FingerprintMismatch`, `SchemaUnsupported`, `StorageUnusable`, having written
+    nothing."""
+    try:
+        return _checked(open_run(store, spec.run), spec)
+    except UnknownRun:
+        info = make_run(
+            run=spec.run,
+            created=clock.wall(),
+            num_siblings=spec.limits.num_siblings,
+            staleness=spec.limits.staleness,
+            fingerprints=dict(spec.fingerprints),
+            settings=dict(spec.settings),
+        )
+    probe(store, RunPaths(spec.run).root)
+    try:
+        create_run(store, info)
+        return info
+    except RunExists:  # somebody created it at the same moment
+        return _checked(open_run(store, spec.run), spec)
+
+
+def _checked(info: RunInfo, spec: RunSpec) -> RunInfo:
+    check_fingerprints(info, spec.fingerprints, spec.limits.num_siblings, spec.limits.staleness)
+    return info
+
+
+def changed_settings(info: RunInfo, settings: Mapping[str, Any]) -> dict[str, str]:
+    """Settings that differ from those the run was started with, as "old -> new"."""
+    old, new = _flat(info.settings), _flat(settings)
+    return {
+        name: f"{old.get(name)} -> {new.get(name)}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name) != new.get(name)
+    }
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            found |= _flat(value, f"{prefix}{name}.")
+        else:
+            found[prefix + name] = value
+    return found
+
+
+def claim_manager(store: Store, spec: RunSpec, clock: Clock, owner: str, reason: str) -> RolloutManager:
+    """A new incarnation of the run. Blocks on storage."""
+    info = prepare_run(store, spec, clock)
+    length = spec.source.stream(spec.source.environment_of()).length
+    return open_manager(
+        store,
+        info,
+        spec.limits,
+        clock,
+        spec.manager,
+        owner=owner,
+        reason=reason,
+        length=length,
+        group_filter=spec.filter.function(),
+    )
