@@ -14,16 +14,15 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from gpu.fleet import FleetSettings
 from gpu.generation.engine import Cached
-from gpu.models.loading import ModelSpec, find, load_config
-from gpu.precision import fast_bfloat16
+from gpu.models.config import ModelSpec, find, load_config
 from gpu.rollout.committer import FlushSettings
 from gpu.rollout.drain import Drain, DrainAction, DrainPolicy
 from gpu.rollout.limits import Limits, Order, Submission, check_group_bytes, check_limits
 from gpu.rollout.manager import ManagerSettings
 from gpu.spec import EngineSpec, Filter, ProcessSpec, RunSpec, SourceSpec, StepSpec, WorkerSpec
-from gpu.training.optimizer import OptimizerSettings
-from gpu.training.trainer import TrainingSettings
+from gpu.training.settings import OptimizerSettings, TrainingSettings
 from storage.errors import ConfigurationRefused
+from storage.opening import open_store
 
 Positive = Annotated[int, Field(ge=1)]
 Count = Annotated[int, Field(ge=0)]
@@ -282,18 +281,27 @@ class RunConfig(Part):
         }
 
     def resolved(self) -> RunConfig:
-        """With every `auto` of the arithmetic replaced by what this machine does; a run keeps it for life."""
-        dtype = self.generation.dtype
+        """With every `auto` of the arithmetic replaced by what this machine does well; a run keeps it for life."""
+        dtype, autocast = self.generation.dtype, self.training.autocast
         if dtype == "auto":
-            dtype = "bfloat16" if self.generation.device != "cpu" or fast_bfloat16() else "float32"
-        autocast = self.training.autocast
+            dtype = "bfloat16" if self._bfloat16_pays(self.generation.device) else "float32"
         if autocast == "auto":
-            autocast = "on" if self.training.device != "cpu" or fast_bfloat16() else "off"
-        small = self.model.name == "tiny"
-        return self.model_copy(update={
-            "generation": self.generation.model_copy(update={"dtype": "float32" if small else dtype}),
-            "training": self.training.model_copy(update={"autocast": "off" if small else autocast}),
-        })  # fmt: skip
+            autocast = "on" if self._bfloat16_pays(self.training.device) else "off"
+        return self.model_copy(
+            update={
+                "generation": self.generation.model_copy(update={"dtype": dtype}),
+                "training": self.training.model_copy(update={"autocast": autocast}),
+            }
+        )
+
+    def _bfloat16_pays(self, device: str) -> bool:
+        if self.model.name == "tiny":
+            return False
+        if device != "cpu":
+            return True
+        from gpu.precision import fast_bfloat16  # imports torch, which a driver needs for nothing else
+
+        return fast_bfloat16()
 
     def spec(self, run: str) -> RunSpec:
         """The values the processes get. Raises `ConfigurationRefused` and other `UserError`s."""
@@ -302,7 +310,7 @@ class RunConfig(Part):
         training, generation = one.training, one.generation
         return RunSpec(
             run=run,
-            storage_url=one.storage.url,
+            storage_url=open_store(one.storage.url).url,
             ray_address=cluster.address,
             namespace=cluster.namespace,
             start_s=cluster.start_deadline,

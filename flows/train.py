@@ -7,18 +7,35 @@ where the run stands.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
+from prefect import flow, task
+from prefect.client.schemas.objects import FlowRun, State
+from prefect.logging import get_logger, get_run_logger
+from prefect.runtime import flow_run as this_run
+
+from flows.config import RunConfig
+from gpu.cluster import RayCluster, check_resources, connect, release_owner
+from gpu.spec import RunSpec
+from storage.errors import TidegateError
+from storage.inspection import steps as committed_steps
+from storage.opening import open_store
 from tasks.admission import hold_admission, release_admission
 from tasks.drain import drain_rollouts
 from tasks.optimize import lease_batch, prefetch_batch, train_batch
 from tasks.publish import check_saved, finish_upload, publish_checkpoint, unsaved
-from tasks.session import session
+from tasks.report import Progress, publish_curve, resume_report, reward_curve
+from tasks.run import Opened, claim_run, finish_run, restore_trainer
+from tasks.session import PHASE, begin, session
+from tasks.watch import watched
 from tasks.weights import update_weights
 
 Phase = Callable[[int], Awaitable[Any]]
+DEFAULTS = RunConfig()
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,3 +98,102 @@ async def save_last(phases: Phases, step: int) -> None:
         await finish_upload(one)
     if one.saved_step < step:
         raise unsaved(one, step)
+
+
+# ---------------------------------------------------------------------- the flow
+
+
+async def release_holds(flow: object, flow_run: FlowRun, state: State) -> None:
+    """Hook of a flow run that failed, crashed or was cancelled, usually in another process: release what it held.
+
+    Best effort and bounded; the hold's own deadline is behind it.
+    """
+    logger = get_logger("tidegate.hooks")
+    config = RunConfig.model_validate(flow_run.parameters.get("config") or {})
+    name = run_name(config, str(flow_run.id))
+    try:
+        async with asyncio.timeout(30.0):
+            connect(config.cluster.address, config.cluster.namespace)
+            released = await release_owner(config.cluster.namespace, name, str(flow_run.id))
+        logger.info("op=release_holds run=%s state=%s released=%s", name, state.name, released)
+    except (TidegateError, TimeoutError) as error:
+        logger.warning("op=release_holds run=%s state=%s decision=leave_to_deadline reason=%s", name, state.name, error)
+
+
+def run_name(config: RunConfig, flow_run_id: str) -> str:
+    """A run without a name is named after its flow run, which a retry keeps."""
+    return config.run or f"run-{flow_run_id[:8]}"
+
+
+@flow(
+    name="train",
+    persist_result=False,
+    validate_parameters=True,
+    on_failure=[release_holds],
+    on_crashed=[release_holds],
+    on_cancellation=[release_holds],
+)
+async def train(config: RunConfig = DEFAULTS) -> dict[str, Any]:
+    """Train a run to its end, or resume it: a retried flow run goes on where the journal stands."""
+    logger = get_run_logger()
+    owner = str(this_run.id)
+    run = run_name(config, owner)
+    for warning in config.check():
+        logger.warning(warning)
+    spec = config.spec(run)
+    connect(spec.ray_address, spec.namespace)
+    check_resources(spec)
+    begin()
+    opened = await claim_run(spec, RayCluster(spec), owner)
+    if opened.finished:
+        logger.info("op=train run=%s decision=nothing_to_do reason=finished: %s", run, opened.finished)
+        return {"run": run, "finished": opened.finished}
+    try:
+        return await watched(session(), drive(spec, opened, config.flow.steps_per_task))
+    finally:
+        with contextlib.suppress(TidegateError):
+            await release_admission.fn(0)
+
+
+async def drive(spec: RunSpec, opened: Opened, chunk: int) -> dict[str, Any]:
+    """Restore, then step until the end."""
+    logger, total = get_run_logger(), spec.steps.num_steps
+    resumed = await restore_trainer()
+    logger.info(await resume_report(spec.run, opened, resumed))
+    step = resumed.step
+    progress = Progress(spec.run, total)
+    if not resumed.ahead:
+        await update(TASKS, step, save=False)
+    reason = f"{total} steps"
+    while step < total:
+        last = min(total, step + chunk)
+        done = await (one_step(step + 1, progress) if chunk == 1 else train_steps(step + 1, last, progress))
+        if done < last:
+            step, reason = done, "source exhausted"
+            break
+        step = done
+    await save_last(TASKS, step)
+    await finish_run(reason)
+    await RayCluster(spec).close()
+    history = await asyncio.to_thread(committed_steps, open_store(spec.storage_url), spec.run)
+    await publish_curve(spec.run, await asyncio.to_thread(reward_curve, spec.run, history))
+    return {"run": spec.run, "finished": reason, "steps": step}
+
+
+async def one_step(step: int, progress: Progress) -> int:
+    """A step whose phases are tasks of their own; returns the last committed step."""
+    if not await training_step(TASKS, step):
+        return step - 1
+    await progress.step(step, session().history[-1], last=step == session().spec.steps.num_steps)
+    return step
+
+
+@task(task_run_name="steps-{first}-{last}", **PHASE)
+async def train_steps(first: int, last: int, progress: Progress) -> int:
+    """Several steps in one task, for steps faster than a second; returns the last committed step."""
+    phases = plain(TASKS)
+    for step in range(first, last + 1):
+        if not await training_step(phases, step):
+            return step - 1
+        await progress.step(step, session().history[-1], last=step == session().spec.steps.num_steps)
+    return last

@@ -4,24 +4,28 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 
 from gpu.generation.client import EngineCalls
-from gpu.generation.server import EngineServer
-from gpu.generation.torch_engine import TorchEngine
-from gpu.generation.weights import DTYPES
 from gpu.generation.worker import ManagerCalls, RolloutWorker
-from gpu.models.loading import find, load_config, load_tokenizer
+from gpu.models.config import find, load_config, load_tokenizer
 from gpu.spec import ProcessSpec, RunSpec
-from gpu.training.trainer import Trainer
 from storage.errors import ResourceUnavailable
 from storage.filesystem import Store
+
+if TYPE_CHECKING:
+    import torch
+
+    from gpu.generation.server import EngineServer
+    from gpu.training.trainer import Trainer
 
 
 def use_process(process: ProcessSpec) -> torch.device:
     """Set up this process for its share of the machine; its device. Raises `ResourceUnavailable`."""
+    import torch
+
     torch.set_num_threads(process.threads)
     device = torch.device(process.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -37,11 +41,14 @@ def seed_process(seed: int) -> None:
     """Nothing in a run draws from global generators; user code may."""
     random.seed(seed)
     np.random.seed(seed % (1 << 32))
-    torch.manual_seed(seed)
 
 
 def build_engine(spec: RunSpec) -> EngineServer:
     """An engine without weights; they come with the first version."""
+    from gpu.generation.server import EngineServer
+    from gpu.generation.torch_engine import TorchEngine
+    from gpu.generation.weights import DTYPES
+
     device = use_process(spec.engine.process)
     dtype = next(dtype for dtype, name in DTYPES.items() if name == spec.engine.dtype)
     engine = TorchEngine(
@@ -56,6 +63,8 @@ def build_engine(spec: RunSpec) -> EngineServer:
 
 
 def build_trainer(spec: RunSpec) -> Trainer:
+    from gpu.training.trainer import Trainer
+
     device = use_process(spec.trainer)
     return Trainer(spec.model, spec.training, device)
 

@@ -19,7 +19,7 @@ from gpu.rollout.signal import seen
 from gpu.spec import RunSpec
 from gpu.training.host import TrainerHost
 from storage.clock import Clock
-from storage.errors import ActorLost
+from storage.errors import ActorLost, RunFenced
 from storage.filesystem import Store
 
 
@@ -91,7 +91,11 @@ class LocalCluster:
         """The living manager, or a new incarnation; whether it is new."""
         found = self.processes.get("manager")
         if found is not None and not found.dead:
-            return found, False
+            fatal = await found.condition()
+            if fatal is None:
+                return found, False
+            if isinstance(fatal, RunFenced):
+                raise fatal
         await self._stop_all(but=("trainer",))
         reason = "start" if found is None else "the manager died"
         manager = await asyncio.to_thread(claim_manager, self._store, self._spec, self._clock, owner, reason)

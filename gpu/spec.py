@@ -11,13 +11,13 @@ from gpu.environments.base import Environment
 from gpu.environments.registry import make_environment
 from gpu.fleet import FleetSettings
 from gpu.generation.engine import Cached
-from gpu.models.loading import ModelSpec
+from gpu.models.config import ModelSpec
 from gpu.rollout.drain import DrainPolicy
 from gpu.rollout.limits import Limits
 from gpu.rollout.manager import ManagerSettings
 from gpu.rollout.results import GroupFilter, keep_all, zero_variance
 from gpu.rollout.source import PromptStream
-from gpu.training.trainer import TrainingSettings
+from gpu.training.settings import TrainingSettings
 
 
 @dataclass(frozen=True, slots=True)

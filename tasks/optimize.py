@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from prefect import task
 
-from gpu.training.trainer import Trained
+from gpu.training.messages import Trained
 from storage.errors import TrainingDiverged
 from tasks.session import PHASE, session
 

@@ -9,7 +9,7 @@ from prefect import task
 
 from gpu.rollout.signal import seen
 from storage.checkpoint import Written
-from storage.errors import RestoreRefused, TidegateError
+from storage.errors import ActorLost, RestoreRefused, RunFenced, TidegateError
 from tasks.session import PHASE, Session, session
 
 log = logging.getLogger(__name__)
@@ -46,6 +46,8 @@ async def finish_upload(one: Session) -> None:
     try:
         await upload
         one.upload_problem = ""
+    except (ActorLost, RunFenced):
+        raise  # not the storage's problem: this driver's attempt is over
     except TidegateError as error:
         one.upload_problem = str(error)
         log.warning("op=publish_checkpoint decision=retry_at_next_checkpoint reason=%s", error)

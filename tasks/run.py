@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import socket
 from typing import Any, Protocol
 
 import msgspec
@@ -10,8 +12,7 @@ from prefect import task
 
 from gpu.rollout.calls import Attached
 from gpu.spec import RunSpec
-from gpu.training.host import RestoredBase, TrainerStatus
-from gpu.training.trainer import Trained
+from gpu.training.messages import RestoredBase, Trained, TrainerStatus
 from storage.errors import RestoreRefused
 from storage.restore import RestorePlan
 from tasks.session import PHASE, Session, session, use
@@ -59,9 +60,15 @@ async def open_session(spec: RunSpec, cluster: Cluster, owner: str, *, take_over
 
     Raises `RunBusy` and what `prepare_run` raises."""
     manager, new = await cluster.manager(owner)
-    attached: Attached = await manager.attach(owner, take_over)
+    attached: Attached = await manager.attach(owner, take_over, f"{socket.gethostname()}:{os.getpid()}")
     use(Session(spec, attached.caller, manager, await cluster.trainer()))
     return Opened(attached.caller.incarnation, attached.caller.token, new, attached.finished)
+
+
+@task(task_run_name="claim_run", **PHASE)
+async def claim_run(spec: RunSpec, cluster: Cluster, owner: str) -> Opened:
+    """Find the run's living manager or claim its next incarnation, and become its driver."""
+    return await open_session(spec, cluster, owner)
 
 
 @task(task_run_name="restore_trainer", **PHASE)

@@ -35,13 +35,27 @@ class Session:
     history: list[dict[str, float]] = field(default_factory=lambda: [])
 
 
-_current: ContextVar[Session] = ContextVar("tidegate_session")
+class _Slot:
+    """Shared by a flow and its tasks, which run in copies of its context."""
+
+    session: Session | None = None
 
 
-def use(session: Session) -> None:
-    """Make it the session of this context and of the tasks started from it."""
-    _current.set(session)
+_current: ContextVar[_Slot] = ContextVar("tidegate_session")
+
+
+def begin() -> None:
+    """Make room for one driver's session in this context; call it before the task that opens the session."""
+    _current.set(_Slot())
+
+
+def use(opened: Session) -> None:
+    """Make it the session of this driver and of its tasks."""
+    _current.get().session = opened
 
 
 def session() -> Session:
-    return _current.get()
+    """The session of this driver."""
+    found = _current.get().session
+    assert found is not None, "open a session first"
+    return found

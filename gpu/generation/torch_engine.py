@@ -19,7 +19,8 @@ from torch import Tensor
 from gpu.generation.engine import Cached, EngineStats, Finish, Generated, GenRequest, Version
 from gpu.generation.sampling import sample, uniforms
 from gpu.generation.weights import check_weights, install, weight_buffers
-from gpu.models.llama import KVCache, LlamaConfig, LlamaModel, cached_forward
+from gpu.models.config import LlamaConfig
+from gpu.models.llama import KVCache, LlamaModel, cached_forward
 from gpu.models.loading import empty_model
 from storage.buffers import NamedBuffer, buffers_digest
 from storage.errors import ConfigurationRefused, LineageInvalid

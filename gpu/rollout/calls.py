@@ -29,6 +29,7 @@ class Callers:
         self._incarnation, self._clock, self._silence_s, self._changed = incarnation, clock, silence_s, changed
         self.token = 0
         self.owner = ""
+        self.place = ""
         self._seen = 0.0
         self._open = 0
         self.fatal: TidegateError | None = None
@@ -77,7 +78,7 @@ class Callers:
             self._open -= 1
             self._changed.notify()
 
-    async def attach(self, owner: str, take_over: bool) -> Caller:
+    async def attach(self, owner: str, take_over: bool, place: str) -> Caller:
         """Refuse older tokens from now on, wait until their open calls ended. Raises `RunBusy`."""
         self.alive()
         silent = self._clock.monotonic() - self._seen
@@ -87,7 +88,7 @@ class Callers:
                 expected="no other live driver",
                 action="wait for it, cancel it, or take over on purpose",
             )
-        self.owner = owner
+        self.owner, self.place = owner, place
         self.token += 1
         mine = self.token
         self._seen = self._clock.monotonic()

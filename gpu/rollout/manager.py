@@ -25,7 +25,7 @@ from gpu.rollout.messages import Accepted, Caller, Dispatch, Grant, Hold, Outcom
 from gpu.rollout.results import GroupFilter
 from gpu.rollout.signal import Signal, wait_event
 from storage.clock import Clock
-from storage.errors import DeadlineExceeded, RunFenced
+from storage.errors import DeadlineExceeded, RunFenced, TidegateError
 from storage.filesystem import Store
 from storage.journal import JournalWriter, claim
 from storage.ledger import Ledger, Policy
@@ -195,10 +195,11 @@ class RolloutManager:
 
     # ------------------------------------------------------------------ driver: batches
 
-    async def attach(self, owner: str, take_over: bool = False) -> Attached:
-        """Become the driver. The holds of the one before are released. Raises `RunBusy`."""
+    async def attach(self, owner: str, take_over: bool, place: str) -> Attached:
+        """Become the driver, which runs at `place` (host:pid). The holds of the one before are released. Raises
+        `RunBusy`."""
         replaced = self.callers.owner
-        caller = await self.callers.attach(owner, take_over)
+        caller = await self.callers.attach(owner, take_over, place)
         self.control.admission.release_token(caller.token - 1)
         self.changed.notify()
         return Attached(caller, replaced, self.control.ledger.finished)
@@ -377,6 +378,10 @@ class RolloutManager:
         with self.callers.call(caller):
             await self._durable(self.control.finish(reason), "the end of the run")
 
+    async def condition(self) -> TidegateError | None:
+        """The fatal error that ended this incarnation, if it has ended."""
+        return self.callers.fatal
+
     async def status(self) -> dict[str, object]:
         """What every component waits for, since when, and who can satisfy it."""
         journal = self.control.books.journal
@@ -384,6 +389,7 @@ class RolloutManager:
             **self.control.status(),
             "run": self._info.run,
             "driver": self.callers.owner,
+            "driver_place": self.callers.place,
             "driver_token": self.callers.token,
             "engines": self.engines.status(),
             "journal": {

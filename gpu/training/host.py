@@ -10,10 +10,9 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import TypeVar
 
-import msgspec
-
 from gpu.rollout.messages import Caller, Grant
-from gpu.training.trainer import Trained, Trainer
+from gpu.training.messages import RestoredBase, Trained, TrainerStatus
+from gpu.training.trainer import Trainer
 from storage.buffers import NamedBuffer
 from storage.checkpoint import Capture, Written, read_manifest, write_checkpoint
 from storage.errors import LeaseRefused, LineageInvalid, RestoreRefused, RunFenced
@@ -25,25 +24,6 @@ from storage.samples import Sample, assemble
 from storage.schema import CheckpointPublished
 
 T = TypeVar("T")
-
-
-class TrainerStatus(msgspec.Struct, frozen=True):
-    """`clean`: the state is exactly the one of `state_digest`. `busy`: what runs now, "" when nothing. `ahead_of`: the
-    state before the last step, when the trainer can still repeat its answer for that step."""
-
-    step: int
-    state_digest: str
-    weights_digest: str
-    clean: bool
-    busy: str
-    ahead_of: str
-
-
-class RestoredBase(msgspec.Struct, frozen=True):
-    """Where a restore starts, and why newer checkpoints were not taken."""
-
-    step: int
-    rejected: tuple[str, ...]
 
 
 class TrainerHost:

@@ -5,27 +5,14 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
 from gpu.generation.weights import to_buffer, to_tensor
+from gpu.training.settings import OptimizerSettings
 from storage.buffers import NamedBuffer
 from storage.errors import ArtifactCorrupt, TrainingDiverged
-
-
-@dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """AdamW (arXiv 1711.05101) with linear warm-up over `warmup` updates and a bound on the gradient norm."""
-
-    learning_rate: float
-    beta1: float
-    beta2: float
-    epsilon: float
-    weight_decay: float
-    warmup: int
-    max_grad_norm: float
 
 
 class Optimizer:

@@ -9,19 +9,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
-import msgspec
 import numpy as np
 import torch
 
 from gpu.generation.weights import DTYPES, install, to_buffer, weight_buffers
+from gpu.models.config import ModelSpec
 from gpu.models.llama import LlamaModel
-from gpu.models.loading import ModelSpec, load_model
+from gpu.models.loading import load_model
 from gpu.training.advantage import group_normalized, has_signal
 from gpu.training.loss import Clip, clip_fraction, clipped_token_loss
-from gpu.training.optimizer import Optimizer, OptimizerSettings
+from gpu.training.messages import Trained
+from gpu.training.optimizer import Optimizer
 from gpu.training.packing import PackedBatch, PackedGroup, collate, micro_batches, pack_group
+from gpu.training.settings import TrainingSettings
 from storage.buffers import NamedBuffer, buffers_digest
 from storage.checkpoint import Capture
 from storage.errors import ArtifactCorrupt, LeaseRefused
@@ -30,36 +31,13 @@ from storage.samples import Sample
 _WEIGHTS, _RNG = "weights/", "rng/torch"
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingSettings:
-    """`engine_dtype` is what engines compute in and what is published; `autocast` trains in bfloat16 over float32
-    weights; `micro_positions` bounds the padded size of one forward pass."""
-
-    optimizer: OptimizerSettings
-    clip_low: float
-    clip_high: float
-    drop_zero_variance: bool
-    micro_positions: int
-    autocast: bool
-    engine_dtype: str
-
-
-class Trained(msgspec.Struct, frozen=True):
-    """What a step came to. `weights_digest` is that of the weights as engines receive them."""
-
-    step: int
-    lease: int
-    state_digest: str
-    weights_digest: str
-    metrics: dict[str, float]
-
-
 class Trainer:
     """See the module. `step` counts the optimizer steps in the state, 0 for initial weights."""
 
     def __init__(self, spec: ModelSpec, settings: TrainingSettings, device: torch.device) -> None:
         self._settings, self._device = settings, device
-        torch.manual_seed(spec.seed)
+        # Its own generator: the process's global one may be moved by anybody between a step and its checkpoint.
+        self._random = torch.Generator().manual_seed(spec.seed)
         self._model: LlamaModel = load_model(spec, torch.float32, device)
         self._optimizer = Optimizer(self._model, settings.optimizer)
         self._engine_dtype = next(dtype for dtype, name in DTYPES.items() if name == settings.engine_dtype)
@@ -153,7 +131,7 @@ class Trainer:
 
     def _state(self) -> dict[str, NamedBuffer]:
         state = {f"{_WEIGHTS}{name}": buffer for name, buffer in weight_buffers(self._model).items()}
-        return state | self._optimizer.buffers() | {_RNG: to_buffer(torch.get_rng_state())}
+        return state | self._optimizer.buffers() | {_RNG: to_buffer(self._random.get_state())}
 
     def _digests(self) -> tuple[str, str]:
         return buffers_digest(self._state(), self._optimizer.meta()), buffers_digest(self.weights())
@@ -176,7 +154,7 @@ class Trainer:
         self.clean = False
         install(self._model, weights)
         self._optimizer.load(buffers, meta)
-        torch.set_rng_state(torch.from_numpy(np.array(buffers[_RNG].data)))
+        self._random.set_state(torch.from_numpy(np.array(buffers[_RNG].data)))
         self.state_digest, self.weights_digest = self._digests()
         self.step, self.clean = step, True
         self.forget_last()

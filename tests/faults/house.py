@@ -24,7 +24,7 @@ from storage.filesystem import Store
 from storage.local import LocalStore
 from storage.verify import Report, verify
 from tasks.run import Resumed, finish_run, open_session, restore_trainer
-from tasks.session import session
+from tasks.session import begin, session
 
 PHASES = plain(TASKS)
 RUN = "faults"
@@ -100,6 +100,7 @@ class House:
                 await self.cluster.close()
 
     async def _attempt(self) -> None:
+        begin()
         opened = await open_session(self.spec, self.cluster, "flow-run")
         if opened.finished:
             return

@@ -17,7 +17,7 @@ from gpu.generation.server import EngineServer
 from gpu.local import LocalCluster
 from gpu.rollout.messages import Caller, Grant
 from gpu.training.host import TrainerHost
-from gpu.training.trainer import Trained
+from gpu.training.messages import Trained
 from storage.clock import SystemClock
 from storage.errors import ActorLost, CommitUnknown, StoreUnavailable
 from storage.filesystem import Bytes
@@ -32,14 +32,14 @@ ROUNDS = int(os.environ.get("TIDEGATE_KILLS", "1"))
 @pytest.mark.parametrize("kind", KINDS)
 async def test_a_kill_at_a_seeded_moment_loses_and_repeats_nothing(kind: str, round_: int, tmp_path: Path) -> None:
     dice = random.Random(f"{kind}-{round_}")
-    house = House(tmp_path)
+    house = House(tmp_path, small(environment={"name": "reverse", "options": {"letters": 3}, "epochs": 1}))
     killed: list[int] = []
 
     async def chaos(house: House) -> None:
         await until(lambda: "manager" in house.cluster.processes)
-        for target in sorted(dice.sample(range(7), 2)):
+        for target in sorted(dice.sample(range(20), 2)):
             await until(lambda target=target: house.manager().control.ledger.step >= target)
-            await asyncio.sleep(dice.random() * 0.15)
+            await asyncio.sleep(dice.random() * 0.1)
             killed.append(house.kill(kind, dice))
             await asyncio.sleep(0.05)
 
@@ -204,11 +204,13 @@ async def test_a_manager_that_dies_during_an_update_leaves_no_version_in_doubt(t
 async def test_a_zombie_driver_is_refused_everywhere(tmp_path: Path) -> None:
     from storage.errors import RunFenced
     from tasks.run import open_session
-    from tasks.session import session
+    from tasks.session import begin, session
 
     house = House(tmp_path)
+    begin()
     await open_session(house.spec, house.cluster, "first")
     old = session()
+    begin()
     await open_session(house.spec, house.cluster, "first")
     new = session()
     assert new.caller.token == old.caller.token + 1
@@ -230,8 +232,10 @@ async def test_a_zombie_driver_is_refused_everywhere(tmp_path: Path) -> None:
 async def test_another_flow_run_cannot_take_a_live_run_without_saying_so(tmp_path: Path) -> None:
     from storage.errors import RunBusy
     from tasks.run import open_session
+    from tasks.session import begin
 
     house = House(tmp_path)
+    begin()
     await open_session(house.spec, house.cluster, "first")
     with pytest.raises(RunBusy, match="driven by first") as caught:
         await open_session(house.spec, house.cluster, "second")

@@ -8,7 +8,8 @@ import torch
 
 from gpu.generation.engine import Cached, Engine, Finish, Generated, GenRequest, Partial, Sampling, Version
 from gpu.generation.weights import weight_buffers
-from gpu.models.llama import LlamaConfig, LlamaModel
+from gpu.models.config import LlamaConfig
+from gpu.models.llama import LlamaModel
 from storage.buffers import NamedBuffer, buffers_digest
 from storage.errors import ArtifactCorrupt, ConfigurationRefused, LineageInvalid
 from storage.payload import VersionSpan

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from gpu.generation.weights import to_buffer, weight_buffers
-from gpu.models.llama import KVCache, LlamaConfig, LlamaModel, cached_forward
-from gpu.models.loading import TINY, ModelSpec, find, load_config, load_model
+from gpu.models.config import TINY, LlamaConfig, ModelSpec, find, load_config
+from gpu.models.llama import KVCache, LlamaModel, cached_forward
+from gpu.models.loading import load_model
 from gpu.models.tokenizer import CharTokenizer, ChatTokenizer, Message
 from storage.buffers import to_safetensors
 from storage.errors import ConfigurationRefused, ResourceUnavailable

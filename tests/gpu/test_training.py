@@ -7,13 +7,13 @@ import pytest
 import torch
 
 from gpu.generation.weights import to_buffer, weight_buffers
+from gpu.models.config import TINY, ModelSpec
 from gpu.models.llama import LlamaModel
-from gpu.models.loading import TINY, ModelSpec
 from gpu.training.advantage import group_normalized, has_signal
 from gpu.training.loss import Clip, clip_fraction, clipped_token_loss
-from gpu.training.optimizer import OptimizerSettings
 from gpu.training.packing import collate, micro_batches, pack_group, shared_prefix
-from gpu.training.trainer import Trainer, TrainingSettings
+from gpu.training.settings import OptimizerSettings, TrainingSettings
+from gpu.training.trainer import Trainer
 from storage.buffers import NamedBuffer, buffers_digest
 from storage.errors import ArtifactCorrupt, LeaseRefused, TrainingDiverged
 from storage.payload import VersionSpan

@@ -1,0 +1,221 @@
+"""`tidegate`: a thin command line over the same code as the flows.
+
+    tidegate train   --config run.json [--set training.steps=10]    run the flow here
+    tidegate resume  RUN [--storage URL]                            go on with a run, from its own settings
+    tidegate status  RUN                                            what a live run waits for; else where storage stands
+    tidegate verify  RUN                                            prove the run from storage alone
+    tidegate inspect RUN [--step N | --group N]                     look into storage
+
+Exit codes: 0 fine, 1 a fault or a run that is not sound, 2 your input (nothing was written).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+from rich.console import Console
+from rich.table import Table
+
+from flows.config import RunConfig
+from storage import inspection
+from storage.errors import ConfigurationRefused, TidegateError, UnknownRun
+from storage.filesystem import Store
+from storage.opening import open_store
+from storage.runs import open_run
+from storage.verify import verify
+
+DEFAULT_STORAGE = RunConfig().storage.url
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point; returns the exit code."""
+    parsed = _parser().parse_args(arguments)
+    logging.basicConfig(level=logging.WARNING, format="%(message)s")
+    try:
+        return parsed.run(parsed)
+    except TidegateError as error:
+        sys.stderr.write(f"tidegate: {type(error).__name__}\n  found:    {error.found}\n  expected: {error.expected}\n"
+                         f"  do:       {error.action}\n")  # fmt: skip
+        return error.exit_code
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="tidegate", description=(__doc__ or "").split("\n\n")[0])
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    def add(name: str, run: Callable[[argparse.Namespace], int], about: str, *, named: bool = True) -> Any:
+        made = commands.add_parser(name, help=about, description=about)
+        made.set_defaults(run=run)
+        if named:
+            made.add_argument("name", metavar="RUN")
+            made.add_argument("--storage", default=DEFAULT_STORAGE, help="storage url (%(default)s)")
+            made.add_argument("--json", action="store_true", help="machine-readable output")
+        return made
+
+    train = add("train", _train, "run the training flow in this process", named=False)
+    train.add_argument("--config", type=Path, help="a RunConfig as JSON; defaults otherwise")
+    train.add_argument("--set", action="append", default=[], metavar="PATH=JSON", help="e.g. --set training.steps=10")
+    resume = add("resume", _resume, "go on with a run, from the settings it was started with")
+    resume.add_argument("--set", action="append", default=[], metavar="PATH=JSON")
+    add("status", _status, "what every component of a run waits for")
+    add("verify", _verify, "prove a run from storage alone; exit code 1 when it is not sound")
+    inspect = add("inspect", _inspect, "look into a run's storage")
+    inspect.add_argument("--step", type=int, help="one committed step")
+    inspect.add_argument("--group", type=int, help="the whole history of one group")
+    return parser
+
+
+# ---------------------------------------------------------------------- train, resume
+
+
+def load_config(text: str, changes: Sequence[str]) -> RunConfig:
+    """A configuration from JSON with changes `a.b=json`. Raises `ConfigurationRefused`."""
+    try:
+        values = json.loads(text)
+        for change in changes:
+            path, _, value = change.partition("=")
+            *parents, last = path.split(".")
+            place = values
+            for parent in parents:
+                place = place.setdefault(parent, {})
+            place[last] = _json_or_text(value)
+        return RunConfig.model_validate(values)
+    except (json.JSONDecodeError, ValidationError, AttributeError, TypeError) as error:
+        raise ConfigurationRefused(
+            f"the configuration is not one: {error}",
+            expected="a RunConfig as JSON",
+            action="compare with docs/settings.md, or leave fields out to take their defaults",
+        ) from error
+
+
+def _json_or_text(value: str) -> Any:
+    try:
+        return json.loads(value)
+    except json.JSONDecodeError:
+        return value
+
+
+def _train(parsed: argparse.Namespace) -> int:
+    try:
+        text = parsed.config.read_text() if parsed.config else "{}"
+    except OSError as error:
+        raise ConfigurationRefused(
+            f"{parsed.config}: {error.strerror}", expected="a readable file", action="check the path"
+        ) from error
+    return _run_flow(load_config(text, parsed.set))
+
+
+def _resume(parsed: argparse.Namespace) -> int:
+    store = _store(parsed)
+    info = open_run(store, parsed.name)
+    values: dict[str, Any] = {**info.settings, "run": parsed.name}
+    values["storage"] = {**values.get("storage", {}), "url": store.url}
+    return _run_flow(load_config(json.dumps(values), parsed.set))
+
+
+def _run_flow(config: RunConfig) -> int:
+    config.check()
+    from flows.train import train
+
+    asyncio.run(train(config))
+    return 0
+
+
+# ---------------------------------------------------------------------- looking
+
+
+def _store(parsed: argparse.Namespace) -> Store:
+    return open_store(parsed.storage)
+
+
+def _status(parsed: argparse.Namespace) -> int:
+    store = _store(parsed)
+    found = inspection.summary(store, parsed.name)
+    live = _live_status(RunConfig.model_validate(open_run(store, parsed.name).settings), parsed.name)
+    if parsed.json:
+        print(json.dumps({"storage": found, "live": live}, default=str))
+        return 0
+    console = Console()
+    console.print(_table(f"run {parsed.name}", found))
+    console.print(_table("live processes", live) if live else "no living manager; a retry of the flow run resumes it")
+    return 0
+
+
+def _live_status(config: RunConfig, run: str) -> dict[str, Any] | None:
+    """What the manager says, if there is a living one on the cluster this process is told of."""
+    import os
+
+    from gpu.actors import Remote, find_actor
+    from gpu.cluster import connect
+    from storage.errors import ActorLost, ResourceUnavailable
+
+    if config.cluster.address == "auto" and "RAY_ADDRESS" not in os.environ:
+        return None
+
+    async def ask() -> dict[str, Any]:
+        return await Remote("manager", find_actor(spec.namespace, spec.run, "manager")).status()
+
+    try:
+        spec = config.spec(run)
+        connect(spec.ray_address, spec.namespace)
+        return asyncio.run(ask())
+    except (ActorLost, ResourceUnavailable):
+        return None
+
+
+def _verify(parsed: argparse.Namespace) -> int:
+    started = time.monotonic()
+    console = Console(stderr=True)
+    with console.status(f"verifying {parsed.name}") as shown:
+        report = verify(_store(parsed), parsed.name, lambda line: shown.update(line))
+    if parsed.json:
+        print(json.dumps({**report.as_dict(), "sound": report.sound}))
+        return 0 if report.sound else 1
+    Console().print(_table(f"run {parsed.name} in {time.monotonic() - started:.1f} s", report.as_dict()))
+    for problem in report.problems:
+        print(f"PROBLEM {problem}")
+    print("SOUND" if report.sound else "NOT SOUND")
+    return 0 if report.sound else 1
+
+
+def _inspect(parsed: argparse.Namespace) -> int:
+    store = _store(parsed)
+    if parsed.group is not None:
+        found: Any = inspection.group_history(store, parsed.name, parsed.group)
+    elif parsed.step is not None:
+        found = next((step for step in inspection.steps(store, parsed.name) if step["step"] == parsed.step), None)
+    else:
+        found = inspection.summary(store, parsed.name)
+    if not found:
+        what = f"group {parsed.group}" if parsed.group is not None else f"step {parsed.step}"
+        raise UnknownRun(
+            f"no {what} in run {parsed.name!r}", expected="something that happened", action="see `tidegate inspect RUN`"
+        )
+    if parsed.json:
+        print(json.dumps(found, default=str))
+    elif isinstance(found, list):
+        for entry in found:
+            print(json.dumps(entry, default=str))
+    else:
+        Console().print(_table(f"run {parsed.name}", found))
+    return 0
+
+
+def _table(title: str, values: dict[str, Any]) -> Table:
+    table = Table(title=title, show_header=False, title_justify="left")
+    for name, value in values.items():
+        table.add_row(name, json.dumps(value, default=str) if isinstance(value, dict | list) else str(value))
+    return table
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""A run's processes on a Ray cluster: connect, place, find, replace."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import threading
+from collections.abc import Callable, Coroutine
+from typing import Any
+
+import ray
+
+from gpu.actors import (
+    EngineActor,
+    Hosted,
+    Remote,
+    TrainerActor,
+    WorkerActor,
+    actor_name,
+    find_actor,
+    start_actor,
+)
+from gpu.fleet import Fleet
+from gpu.prepare import claim_manager
+from gpu.spec import RunSpec
+from storage.clock import SystemClock
+from storage.errors import ActorLost, ResourceUnavailable, RunFenced, TidegateError
+from storage.opening import open_store
+
+log = logging.getLogger(__name__)
+
+
+def connect(address: str, namespace: str) -> None:
+    """Connect this process to a Ray cluster. Raises `ResourceUnavailable`.
+
+    Ray replaces the SIGTERM handler, which would turn Prefect's cancellation into a crash: it is put back.
+    """
+    if ray.is_initialized():
+        return
+    main = threading.current_thread() is threading.main_thread()
+    handler = signal.getsignal(signal.SIGTERM) if main else None
+    found = os.environ.get("RAY_ADDRESS") if address == "auto" else address
+    try:
+        if found is None:
+            ray.init(namespace=namespace, log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
+        else:
+            ray.init(address=found, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
+    except (ConnectionError, RuntimeError, ValueError) as error:
+        raise ResourceUnavailable(
+            f"no Ray cluster at {found or 'this machine'}: {str(error).splitlines()[0]}",
+            expected="a running cluster, with the same RAY_AUTH_MODE as here",
+            action="start it (`ray start --head`), or set cluster.address",
+        ) from error
+    finally:
+        if main and handler is not None:
+            signal.signal(signal.SIGTERM, handler)
+
+
+def check_resources(spec: RunSpec) -> None:
+    """Refuse what this cluster can never place, before anything is started. Raises `ResourceUnavailable`."""
+    if spec.storage_url.startswith("memory:"):
+        raise ResourceUnavailable(
+            f"storage {spec.storage_url} lives in one process",
+            expected="a store that every process of the run reaches",
+            action="set storage.url to a folder or another shared place",
+        )
+    there = ray.cluster_resources()
+    processes = [spec.engine.process] * spec.fleet.num_engines + [spec.worker.process] * spec.fleet.num_workers
+    processes.append(spec.trainer)
+    for name, asked in (("GPU", sum(p.num_gpus for p in processes)), ("CPU", sum(p.num_cpus for p in processes))):
+        if asked > there.get(name, 0.0):
+            raise ResourceUnavailable(
+                f"{asked:g} {name}s for {spec.fleet.num_engines} engines, {spec.fleet.num_workers} workers, a trainer",
+                expected=f"at most {there.get(name, 0.0):g}, all that this Ray cluster has",
+                action="ask for less (generation.gpus, training.gpus, .cpus), or add nodes",
+            )
+
+
+class ManagerActor(Hosted):
+    """The manager with its fleet. The fleet's processes are detached too: a dead manager's successor stops them."""
+
+    async def make(self, *args: Any) -> int:
+        """Claim the run; returns the incarnation."""
+        spec, owner, reason = args
+        manager = await asyncio.to_thread(
+            claim_manager, open_store(spec.storage_url), spec, SystemClock(), owner, reason
+        )
+        self.target = manager
+        manager.start()
+        self._fleet = Fleet(manager, RayLauncher(spec, manager.incarnation), self._weights(spec), spec.fleet)
+        self._fleet.start()
+        return manager.incarnation
+
+    @staticmethod
+    def _weights(spec: RunSpec) -> Callable[[str], Coroutine[Any, Any, object]]:
+        async def fetch(digest: str) -> object:
+            return await Remote("trainer", find_actor(spec.namespace, spec.run, "trainer")).weights(digest)
+
+        return fetch
+
+    async def close_fleet(self) -> None:
+        """End all engines and workers."""
+        await self._fleet.stop()
+
+
+class RayLauncher:
+    """Starts engines and workers for a manager's fleet."""
+
+    def __init__(self, spec: RunSpec, incarnation: int) -> None:
+        self._spec, self._incarnation = spec, incarnation
+
+    async def engine(self, name: str) -> Any:
+        handle = await start_actor(EngineActor, self._spec, name, self._spec.engine.process, self._spec)
+        return Remote(name, handle)
+
+    async def worker(self, name: str) -> Any:
+        manager = find_actor(self._spec.namespace, self._spec.run, "manager")
+        handle = await start_actor(
+            WorkerActor, self._spec, name, self._spec.worker.process, self._spec, name, self._incarnation, manager
+        )
+        return Remote(name, handle)
+
+    async def stop(self, name: str) -> None:
+        stop_actor(self._spec, name)
+
+
+def stop_actor(spec: RunSpec, process: str) -> bool:
+    """Kill a process if it is there."""
+    try:
+        ray.kill(find_actor(spec.namespace, spec.run, process))
+        return True
+    except ActorLost:
+        return False
+
+
+def processes_of(spec: RunSpec) -> list[str]:
+    """Names of the run's living processes."""
+    prefix = actor_name(spec.run, "")
+    found: list[Any] = ray.util.list_named_actors(all_namespaces=True)
+    return [
+        a["name"].removeprefix(prefix)
+        for a in found
+        if a["namespace"] == spec.namespace and a["name"].startswith(prefix)
+    ]
+
+
+async def release_owner(namespace: str, run: str, owner: str) -> list[int]:
+    """Release the holds of a run's dead driver, if there is a living manager."""
+    try:
+        return await Remote("manager", find_actor(namespace, run, "manager")).release_owner(owner)
+    except ActorLost:
+        return []
+
+
+class RayCluster:
+    """The manager and the trainer of one run, as a driver finds or starts them."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+
+    async def manager(self, owner: str) -> tuple[Remote, bool]:
+        """The living manager, or a new incarnation. One that does not answer, or has ended with a fatal error, is
+        replaced; a fenced one is not: somebody newer owns the run. Raises `RunFenced` and what claiming raises."""
+        reason = "start"
+        try:
+            found = Remote("manager", find_actor(self._spec.namespace, self._spec.run, "manager"))
+            fatal = await self._condition(found)
+            if fatal is None:
+                return found, False
+            if isinstance(fatal, RunFenced):
+                raise fatal
+            reason = f"the manager ended: {fatal.code}"
+        except ActorLost as error:
+            reason = f"no manager: {error.found}"[:200]
+        self._stop_fleet()
+        handle = await start_actor(ManagerActor, self._spec, "manager", None, self._spec, owner, reason)
+        return Remote("manager", handle), True
+
+    async def _condition(self, manager: Remote) -> TidegateError | None:
+        """The fatal error of a manager; raises `ActorLost` when it does not answer in time."""
+        try:
+            async with asyncio.timeout(self._spec.steps.alive_s):
+                return await manager.condition()
+        except TimeoutError as error:
+            raise ActorLost(
+                f"the manager did not answer for {self._spec.steps.alive_s:.0f} s",
+                expected="an answer",
+                action="nothing: it is replaced",
+            ) from error
+
+    def _stop_fleet(self) -> None:
+        """Stop everything of older incarnations but the trainer, which may hold exactly the state of the journal."""
+        for process in processes_of(self._spec):
+            if process != "trainer":
+                stop_actor(self._spec, process)
+
+    async def trainer(self) -> Remote:
+        """The living trainer, or a new one with nothing loaded."""
+        try:
+            found = Remote("trainer", find_actor(self._spec.namespace, self._spec.run, "trainer"))
+            async with asyncio.timeout(self._spec.steps.alive_s):
+                await found.status()
+            return found
+        except (ActorLost, TimeoutError):
+            stop_actor(self._spec, "trainer")
+            handle = await start_actor(TrainerActor, self._spec, "trainer", self._spec.trainer, self._spec)
+            return Remote("trainer", handle)
+
+    async def close(self) -> None:
+        """End every process of the run."""
+        for process in processes_of(self._spec):
+            stop_actor(self._spec, process)

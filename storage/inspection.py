@@ -1,0 +1,72 @@
+"""Looking into a run from storage alone: its summary, its steps, and the whole history of one group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from storage import schema
+from storage.filesystem import Store
+from storage.journal import fold_segment, read_journal
+from storage.ledger import Ledger
+from storage.runs import open_run
+from storage.schema import KIND_OF, Record
+from storage.segment import Row
+
+
+def summary(store: Store, run: str) -> dict[str, Any]:
+    """Where a run stands. Raises `UnknownRun` and what reading raises."""
+    info = open_run(store, run)
+    ledger, segments = Ledger(info.num_siblings), 0
+    started = ended = info.created
+    for segment in read_journal(store, run):
+        fold_segment(ledger, segment)
+        segments += 1
+        started = segment.rows[0].time if segments == 1 else started
+        ended = segment.rows[-1].time
+    return {
+        "run": run, "finished": ledger.finished, "step": ledger.step, "incarnations": ledger.incarnation,
+        "handed_out": ledger.frontier, "consumed": len(ledger.consumed), "discarded": len(ledger.discarded),
+        "quarantined": {ordinal: found.reason for ordinal, found in ledger.quarantined.items()},
+        "unsettled": ledger.state_counts(), "open_lease": ledger.lease.lease if ledger.lease else None,
+        "checkpoints": [record.step for record in ledger.checkpoints], "segments": segments,
+        "seconds": ended - started, "siblings": info.num_siblings, "staleness": info.staleness,
+        "counts": dict(sorted(ledger.counts.items())),
+    }  # fmt: skip
+
+
+def steps(store: Store, run: str) -> list[dict[str, Any]]:
+    """One entry per committed step: its groups, time and metrics."""
+    open_run(store, run)
+    found: list[dict[str, Any]] = []
+    groups: dict[int, tuple[int, ...]] = {}
+    for row in _rows(store, run):
+        if isinstance(row.record, schema.LeaseIssued):
+            groups[row.record.lease] = row.record.groups
+        elif isinstance(row.record, schema.StepCommitted):
+            found.append({"step": row.record.step, "time": row.time, "groups": groups.pop(row.record.lease, ()),
+                          "state_digest": row.record.state_digest, **row.record.metrics})  # fmt: skip
+    return found
+
+
+def group_history(store: Store, run: str, ordinal: int) -> list[dict[str, Any]]:
+    """Every record that names a group, in order."""
+    open_run(store, run)
+    return [
+        {"seq": row.seq, "time": row.time, "kind": KIND_OF[type(row.record)], **msgspec.to_builtins(row.record)}
+        for row in _rows(store, run)
+        if _names(row.record, ordinal)
+    ]
+
+
+def _rows(store: Store, run: str) -> Iterator[Row]:
+    for segment in read_journal(store, run):
+        yield from segment.rows
+
+
+def _names(record: Record, ordinal: int) -> bool:
+    if isinstance(record, schema.GroupReserved):
+        return record.first <= ordinal < record.first + record.count
+    return getattr(record, "group", None) == ordinal or ordinal in getattr(record, "groups", ())
