@@ -34,7 +34,8 @@ from storage.opening import open_store
 from storage.verify import Report, verify
 
 RUN = "demo"
-HEARD_S = 15.0  # a worker reports a crash twice: at once, and when it has run the crash hook
+SETTLE_S = 3.0  # a person needs a moment to see the crash and press Retry
+PRESSES = 4
 
 
 def demo_config(model: str, seed: int, storage: str, cache: str) -> RunConfig:
@@ -46,7 +47,7 @@ def demo_config(model: str, seed: int, storage: str, cache: str) -> RunConfig:
             "environment": {"name": "reverse"},
             "rollout": {"siblings": 16, "batch": 32, "staleness": 2},
             "generation": {"slots": 512, "max_length": 16},
-            "training": {"steps": 240, "learning_rate": 2e-3},
+            "training": {"steps": 220, "learning_rate": 2e-3},
             "checkpoint": {"every": 40},
             "flow": {"steps_per_task": 10},
         })  # fmt: skip
@@ -226,24 +227,26 @@ class Demo:
         return found
 
     async def revive(self) -> None:
-        """Wait until Prefect knows of the crash and has heard of it twice, then press Retry."""
-        first = await self._crash_seen()
-        heard = time.monotonic()
-        while await self._state_id() == first and time.monotonic() - heard < HEARD_S:  # noqa: ASYNC110 - as above
+        """Press Retry when the UI shows the crash. A worker reports a crash twice, the second time when its crash hook
+        has ended; that may undo a Retry pressed before, which is then pressed again."""
+        for press in range(PRESSES):
+            await self._wait_for("CRASHED")
+            await asyncio.sleep(SETTLE_S)
+            await self.retry()
+            self.say("the flow run is Crashed; pressed Retry" + (" again" if press else ""))
+            if await self._wait_for("RUNNING", "CRASHED") == "RUNNING":
+                return
+        raise ActorLost(
+            f"the flow run did not start after {PRESSES} retries",
+            expected="Retry to start it again",
+            action=f"look at {self.stack.root / 'logs' / 'worker.log'}",
+        )
+
+    async def _wait_for(self, *wanted: str) -> str:
+        while (state := await self.state()) not in wanted:
+            self.stack.check()
             await asyncio.sleep(0.2)
-        await self.retry()
-        self.say("the flow run is Crashed; pressed Retry")
-
-    async def _crash_seen(self) -> str:
-        while await self.state() != "CRASHED":  # noqa: ASYNC110 - the server can only be asked
-            await asyncio.sleep(0.2)
-        return await self._state_id()
-
-    async def _state_id(self) -> str:
-        from prefect import get_client
-
-        async with get_client() as client:
-            return str((await client.read_flow_run(self._id())).state_id)
+        return state
 
 
 def plan_kills(seed: int, steps: int) -> list[Kill]:
@@ -274,11 +277,30 @@ def minted_before_redo(storage: str) -> int:
     return count
 
 
+def live_at_deaths(storage: str) -> int:
+    """Attempts that were live, as far as the journal knew, when an incarnation ended; counted from the raw records."""
+    live: set[tuple[int, int]] = set()
+    total = 0
+    for segment in read_journal(open_store(storage), RUN):
+        for row in segment.rows:
+            record = row.record
+            if isinstance(record, schema.RunClaimed):
+                total += len(live)
+                live.clear()
+            elif isinstance(record, schema.AttemptsMinted):
+                live.update((record.group, sibling) for sibling in record.siblings)
+            elif isinstance(record, schema.AttemptAbandoned):
+                live.discard((record.group, record.sibling))
+            elif isinstance(record, schema.Sealed):
+                live.difference_update(zip(record.groups, record.siblings, strict=True))
+    return total
+
+
 def judge(report: Report, rewards: Sequence[float], kills: Sequence[Kill], storage: str) -> tuple[str, list[str]]:
     """The last line and what is wrong with it."""
     window = max(1, len(rewards) // 20)
     first, last = sum(rewards[:window]) / window, sum(rewards[-window:]) / window
-    live = sum(kill.live for kill in kills if kill.everything)
+    live = live_at_deaths(storage)
     line = (
         f"steps={report.steps} kills={sum(kill.done for kill in kills)} consumed={report.consumed} lost={report.lost} "
         f"trained_twice={report.trained_twice} reused={report.rollouts_reused} redone_steps={report.steps_redone} "
@@ -291,7 +313,7 @@ def judge(report: Report, rewards: Sequence[float], kills: Sequence[Kill], stora
         "prompts were trained twice": report.trained_twice == 0,
         "the run must be finished with everything settled": bool(report.finished) and report.unsettled == 0,
         "finished rollouts must have been reused": report.rollouts_reused > 0,
-        f"more was generated again than the {live} rollouts live at the kill": report.rollouts_regenerated <= live,
+        f"more was generated again than the {live} rollouts live at the deaths": report.rollouts_regenerated <= live,
         "redone steps generated rollouts": minted_before_redo(storage) == 0,
         "the reward did not rise clearly": last > first + 0.2,
     }

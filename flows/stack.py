@@ -83,25 +83,21 @@ class Stack:
                 )
 
     def stop(self) -> None:
-        """Stop everything, last started first: politely, then for good."""
-        for name in reversed(list(self.processes)):
-            process = self.processes.pop(name)
-            _end(process, patience=10.0)
+        """Stop everything: politely, then for good."""
+        ending = list(self.processes.values())
+        self.processes.clear()
+        for sign, patience in ((signal.SIGTERM, 5.0), (signal.SIGKILL, 5.0)):
+            deadline = time.monotonic() + patience
+            for process in ending:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(process.pid, sign)
+            for process in ending:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(max(0.1, deadline - time.monotonic()))
 
 
 def tail(log: Path, size: int = 300) -> str:
     return log.read_text(errors="replace")[-size:].strip() if log.exists() else ""
-
-
-def _end(process: subprocess.Popen[bytes], patience: float) -> None:
-    for sign in (signal.SIGTERM, signal.SIGKILL):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, sign)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-        if process.poll() is not None and sign is signal.SIGKILL:
-            return
-        patience = 5.0
 
 
 def free_port(wanted: int | None = None) -> int:
@@ -175,7 +171,7 @@ def running_stack(
         say(f"op=stack phase=start what=prefect ui=http://127.0.0.1:{server_port}")
         stack.start("server", [tool("prefect"), "server", "start", "--host", "127.0.0.1", "--port", str(server_port)])
         wait_until("the Prefect server", lambda: _healthy(api), 120.0, stack)
-        stack.run([tool("prefect"), "work-pool", "create", POOL, "--type", "process", "--overwrite"])
+        _create_pool(api)
         say("op=stack phase=deploy file=prefect.yaml")
         stack.run([
             tool("prefect"), "--no-prompt", "deploy", "--all", "--prefect-file", str(home / "prefect.yaml"),
@@ -187,6 +183,17 @@ def running_stack(
         say("op=stack phase=stop")
         stack.stop()
         shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+def _create_pool(api: str) -> None:
+    """The work pool of prefect.yaml; one that exists is fine."""
+    answer = httpx.post(f"{api}/work_pools/", json={"name": POOL, "type": "process"}, timeout=30.0)
+    if answer.status_code not in (201, 409):
+        raise ResourceUnavailable(
+            f"the server answered {answer.status_code} to the creation of work pool {POOL}: {answer.text[:200]}",
+            expected="201, or 409 when it exists",
+            action="look at the server's log",
+        )
 
 
 def _healthy(api: str) -> bool:

@@ -149,10 +149,14 @@ async def train(config: RunConfig = DEFAULTS) -> dict[str, Any]:
         logger.info("op=train run=%s decision=nothing_to_do reason=finished: %s", run, opened.finished)
         return {"run": run, "finished": opened.finished}
     try:
-        return await watched(session(), drive(spec, opened, config.flow.steps_per_task))
+        done = await watched(session(), drive(spec, opened, config.flow.steps_per_task))
     finally:
         with contextlib.suppress(TidegateError):
             await release_admission.fn(0)
+    await RayCluster(spec).close()
+    history = await asyncio.to_thread(committed_steps, open_store(spec.storage_url), run)
+    await publish_curve(run, await asyncio.to_thread(reward_curve, run, history))
+    return done
 
 
 async def drive(spec: RunSpec, opened: Opened, chunk: int) -> dict[str, Any]:
@@ -174,9 +178,6 @@ async def drive(spec: RunSpec, opened: Opened, chunk: int) -> dict[str, Any]:
         step = done
     await save_last(TASKS, step)
     await finish_run(reason)
-    await RayCluster(spec).close()
-    history = await asyncio.to_thread(committed_steps, open_store(spec.storage_url), spec.run)
-    await publish_curve(spec.run, await asyncio.to_thread(reward_curve, spec.run, history))
     return {"run": spec.run, "finished": reason, "steps": step}
 
 

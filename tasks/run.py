@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import socket
@@ -59,9 +60,10 @@ async def open_session(spec: RunSpec, cluster: Cluster, owner: str, *, take_over
     """Find or start the run's manager and trainer, become the driver, and make that the session of this context.
 
     Raises `RunBusy` and what `prepare_run` raises."""
-    manager, new = await cluster.manager(owner)
+    # Both take seconds to start; the trainer waits for orders until it is claimed.
+    (manager, new), trainer = await asyncio.gather(cluster.manager(owner), cluster.trainer())
     attached: Attached = await manager.attach(owner, take_over, f"{socket.gethostname()}:{os.getpid()}")
-    use(Session(spec, attached.caller, manager, await cluster.trainer()))
+    use(Session(spec, attached.caller, manager, trainer))
     return Opened(attached.caller.incarnation, attached.caller.token, new, attached.finished)
 
 

@@ -6,7 +6,7 @@ import json
 import re
 from collections.abc import Sequence
 
-from gpu.environments.base import CheckpointMode, Environment, Episode, StepResult
+from gpu.environments.base import Action, CheckpointMode, Environment, Episode, StepResult
 from gpu.models.tokenizer import Message
 
 
@@ -40,6 +40,6 @@ class _Sum(Episode):
         self._sum = numbers["a"] + numbers["b"]
         return [Message("user", f"What is {numbers['a']}+{numbers['b']}? Reply with only the number.")]
 
-    async def step(self, action: str) -> StepResult:
-        found = re.findall(r"\d+", action)
-        return StepResult(True, float(bool(found) and int(found[-1]) == self._sum), record=json.dumps(action))
+    async def step(self, action: Action) -> StepResult:
+        found = re.findall(r"\d+", action.text)
+        return StepResult(True, float(bool(found) and int(found[-1]) == self._sum), record=json.dumps(action.text))

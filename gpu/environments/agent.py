@@ -12,7 +12,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
-from gpu.environments.base import CheckpointMode, Environment, Episode, StepResult
+from gpu.environments.base import Action, CheckpointMode, Environment, Episode, StepResult
 from gpu.generation.engine import Finish, Generated, GenRequest, Sampling
 from gpu.models.tokenizer import Tokenizer
 from gpu.rollout.messages import Dispatch, Identity
@@ -75,14 +75,15 @@ class Agent:
         turns = _Turns(self._sink, dispatch, hold_back=episode.checkpoint_mode is CheckpointMode.RESTART_ONLY)
         for turn in range(len(before), self._environment.max_turns):
             generated = await self._turn(identity, turn, context + fresh)
-            result = await episode.step(self._tokenizer.decode(generated.tokens.tolist()))
+            stopped = generated.finish is Finish.STOP
+            result = await episode.step(Action(self._tokenizer.decode(generated.tokens.tolist()), stopped))
             row = _row(identity, turn, len(context), fresh, generated, result)
             if result.done:
                 turns.flush()
                 self._sink.end(dispatch, row)
                 return
             context += row.tokens.tolist()
-            fresh = self._tokenizer.extend(result.messages, generated.finish is Finish.STOP)
+            fresh = self._tokenizer.extend(result.messages, stopped)
             turns.add(row, _state(episode, fresh))
         raise ContinuationInvalid(
             f"rollout {identity} is not done after {self._environment.max_turns} turns",

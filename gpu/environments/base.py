@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 from gpu.models.tokenizer import Message
 
@@ -26,6 +27,13 @@ class CheckpointMode(Enum):
     EXPORT_RESTORE = "export_restore"
     RESTART_ONLY = "restart_only"
     STATELESS = "stateless"
+
+
+class Action(NamedTuple):
+    """What the policy said in one turn. `finished`: it ended the turn itself, with a stop token, not at the limit."""
+
+    text: str
+    finished: bool
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,8 +57,8 @@ class Episode(ABC):
         """Begin; the messages of the first prompt."""
 
     @abstractmethod
-    async def step(self, action: str) -> StepResult:
-        """The assistant's words, without the stop token."""
+    async def step(self, action: Action) -> StepResult:
+        """The world's answer to one turn."""
 
     def export_state(self) -> bytes:
         """The whole state after a turn. Only for EXPORT_RESTORE."""

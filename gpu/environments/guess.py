@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 
-from gpu.environments.base import CheckpointMode, Environment, Episode, StepResult
+from gpu.environments.base import Action, CheckpointMode, Environment, Episode, StepResult
 from gpu.models.tokenizer import Message
 
 
@@ -43,8 +43,8 @@ class _Guess(Episode):
         self._letter = json.loads(task)["letter"]
         return [Message("user", "?")]
 
-    async def step(self, action: str) -> StepResult:
-        guess = action[:1]
+    async def step(self, action: Action) -> StepResult:
+        guess = action.text[:1]
         self._used += 1
         self._asked.append(guess)
         record = json.dumps({"asked": self._asked})

@@ -6,12 +6,12 @@ import itertools
 import json
 from collections.abc import Sequence
 
-from gpu.environments.base import CheckpointMode, Environment, Episode, StepResult
+from gpu.environments.base import Action, CheckpointMode, Environment, Episode, StepResult
 from gpu.models.tokenizer import Message
 
 
 class ReverseLetters(Environment):
-    """All words of `letters` letters over `alphabet`; "bac>" asks for "cab"."""
+    """All words of `letters` letters over `alphabet`; "bac>" asks for "cab" and the end of the turn."""
 
     def __init__(self, letters: int = 3, alphabet: str = "abcd") -> None:
         if letters < 1 or not alphabet:
@@ -38,7 +38,8 @@ class _Reverse(Episode):
         self._answer = word[::-1]
         return [Message("user", f"{word}>")]
 
-    async def step(self, action: str) -> StepResult:
-        """Share of right positions over the longer of answer and output."""
-        right = sum(a == b for a, b in zip(self._answer, action, strict=False))
-        return StepResult(True, right / max(len(self._answer), len(action)))
+    async def step(self, action: Action) -> StepResult:
+        """Share of right positions over the longer of answer and output; ending the turn counts as one."""
+        answer, output = self._answer + "\n", action.text + "\n" * action.finished
+        right = sum(a == b for a, b in zip(answer, output, strict=False))
+        return StepResult(True, right / max(len(answer), len(output)))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from gpu.environments.agent import Agent, AgentState, GenerationAborted
-from gpu.environments.base import CheckpointMode, Environment, Episode, StepResult
+from gpu.environments.base import Action, CheckpointMode, Environment, Episode, StepResult
 from gpu.environments.registry import make_environment
 from gpu.generation.engine import Finish, Generated, GenRequest
 from gpu.models.tokenizer import CharTokenizer, Message
@@ -61,7 +61,7 @@ async def test_reversing_is_scored_by_right_places_over_the_longer_text() -> Non
     environment = make_environment("reverse", {})
     assert len(environment) == 64
     index = next(i for i in range(64) if json.loads(environment.task(i))["word"] == "bac")
-    for answer, reward in (("cab", 1.0), ("cad", 2 / 3), ("cabd", 3 / 4), ("", 0.0), ("bca", 0.0)):
+    for answer, reward in (("cab", 1.0), ("cad", 3 / 4), ("cabd", 3 / 5), ("", 0.0), ("bca", 1 / 4)):
         sink = Sink()
         generate = scripted(answer)
         await agent(environment, generate, sink).run(dispatch(index), [])
@@ -76,7 +76,7 @@ async def test_addition_takes_the_last_number_of_the_answer() -> None:
     messages = await episode.reset(environment.task(0), 0)
     assert messages[0].content == "What is 1+1? Reply with only the number."
     for answer, reward in (("2", 1.0), ("1 + 1 = 2", 1.0), ("2 or 3", 0.0), ("two", 0.0), ("", 0.0)):
-        assert (await episode.step(answer)).reward == reward
+        assert (await episode.step(Action(answer, True))).reward == reward
 
 
 async def test_guessing_takes_turns_and_rewards_fewer_of_them() -> None:
@@ -139,10 +139,10 @@ class _Restarting(Episode):
     async def reset(self, task: bytes, seed: int):
         return [Message("user", "?")]
 
-    async def step(self, action: str) -> StepResult:
-        if action == "!":
+    async def step(self, action: Action) -> StepResult:
+        if action.text == "!":
             raise RuntimeError("broken world")
-        return StepResult(action == "x", 1.0, [Message("user", ">")])
+        return StepResult(action.text == "x", 1.0, [Message("user", ">")])
 
 
 async def test_turns_of_an_environment_that_can_only_restart_come_with_the_end() -> None:
