@@ -29,6 +29,7 @@ class Session:
     trainer: Any
     grant: Grant | None = None
     hold: Hold | None = None
+    renewing: asyncio.Task[None] | None = None
     upload: asyncio.Task[None] | None = None
     upload_problem: str = ""
     saved_step: int = 0

@@ -14,7 +14,6 @@ async def update_weights(step: int) -> str:
     one = session()
     assert one.hold is not None, "hold before updating"
     digest: str = await one.trainer.publish(one.caller, step)
-    await one.manager.renew(one.caller, one.hold.hold, one.hold.epoch)
     await one.manager.publish_policy(one.caller, digest)
     await one.manager.activate(one.caller, one.hold)
     return digest
