@@ -37,8 +37,8 @@ class EngineServer:
         self._results: dict[str, list[Generated]] = {}
         self._arrived = Signal()
         self._open: set[asyncio.Future[Any]] = set()
-        self._held: list[GenRequest] = []
         self._holding = False
+        self._resumed = Signal()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._thread.start()
 
@@ -109,14 +109,17 @@ class EngineServer:
     # ------------------------------------------------------------------ requests
 
     async def submit(self, client: str, requests: list[GenRequest]) -> dict[str, str]:
-        """Queue requests of a client. Returns those the engine refused, with the reason; they get no result."""
+        """Queue requests of a client, after a pause when one is on. Returns those the engine refused, with the reason;
+        they get no result."""
         self._alive()
         self._results.setdefault(client, [])
+        while self._holding:
+            await wait_event(self._resumed.current(), 1.0)
+            self._alive()
+            if client not in self._results:
+                return {}  # it was forgotten meanwhile
         for request in requests:
             self._client_of[request.id] = client
-        if self._holding:
-            self._held += requests
-            return {}
         return await self._in_thread(lambda: self._add(requests))
 
     def _add(self, requests: list[GenRequest]) -> dict[str, str]:
@@ -144,7 +147,6 @@ class EngineServer:
         """A client is gone: abort its requests. Returns how many."""
         mine = {name for name, owner in self._client_of.items() if owner == client}
         self._results.pop(client, None)
-        self._held = [request for request in self._held if request.id not in mine]
         ended = await self._in_thread(lambda: self._engine.abort(mine)) if mine else []
         for name in mine:
             self._client_of.pop(name, None)
@@ -173,9 +175,8 @@ class EngineServer:
 
     async def resume(self) -> None:
         """Idempotent."""
-        held, self._held, self._holding = self._held, [], False
-        if held:
-            await self._in_thread(lambda: self._add(held))
+        self._holding = False
+        self._resumed.notify()
 
     async def cancel(self) -> int:
         """Abort every open request of an engine that cannot swap in flight; returns how many."""
