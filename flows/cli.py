@@ -26,6 +26,7 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.config import RunConfig
+from gpu.prepare import preflight
 from storage import inspection
 from storage.errors import ConfigurationRefused, TidegateError, UnknownRun
 from storage.filesystem import Store
@@ -123,8 +124,8 @@ def _resume(parsed: argparse.Namespace) -> int:
 
 
 def _run_flow(config: RunConfig) -> int:
-    config.check()
-    from flows.train import train
+    preflight(config.spec(config.run or "new"))
+    from flows.train import train  # Prefect takes seconds to import, and nothing wrong should wait for that
 
     asyncio.run(train(config))
     return 0

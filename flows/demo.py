@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from flows.config import RunConfig
-from flows.stack import Stack, running_stack
+from flows.stack import Stack, free_port, running_stack
 from gpu.models.config import ModelSpec, find
 from gpu.spec import RunSpec
 from storage import schema
@@ -352,6 +352,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _demo(parsed: argparse.Namespace) -> int:
     began = time.monotonic()
+    if parsed.port:
+        free_port(parsed.port)
     root = (parsed.root / f"demo-{parsed.model}").absolute()
     cache = str((parsed.root / "models").absolute())
     if parsed.model == "smollm2":

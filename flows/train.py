@@ -20,6 +20,7 @@ from prefect.runtime import flow_run as this_run
 
 from flows.config import RunConfig
 from gpu.cluster import RayCluster, check_resources, connect, release_owner
+from gpu.prepare import preflight
 from gpu.spec import RunSpec
 from storage.errors import TidegateError
 from storage.inspection import steps as committed_steps
@@ -141,12 +142,14 @@ async def train(config: RunConfig = DEFAULTS) -> dict[str, Any]:
     for warning in config.check():
         logger.warning(warning)
     spec = config.spec(run)
+    await asyncio.to_thread(preflight, spec)
     connect(spec.ray_address, spec.namespace)
     check_resources(spec)
     begin()
     opened = await claim_run(spec, RayCluster(spec), owner)
     if opened.finished:
         logger.info("op=train run=%s decision=nothing_to_do reason=finished: %s", run, opened.finished)
+        await RayCluster(spec).close()
         return {"run": run, "finished": opened.finished}
     try:
         done = await watched(session(), drive(spec, opened, config.flow.steps_per_task))

@@ -60,12 +60,6 @@ def connect(address: str, namespace: str) -> None:
 
 def check_resources(spec: RunSpec) -> None:
     """Refuse what this cluster can never place, before anything is started. Raises `ResourceUnavailable`."""
-    if spec.storage_url.startswith("memory:"):
-        raise ResourceUnavailable(
-            f"storage {spec.storage_url} lives in one process",
-            expected="a store that every process of the run reaches",
-            action="set storage.url to a folder or another shared place",
-        )
     there = ray.cluster_resources()
     processes = [spec.engine.process] * spec.fleet.num_engines + [spec.worker.process] * spec.fleet.num_workers
     processes.append(spec.trainer)
@@ -196,17 +190,21 @@ class RayCluster:
             if process != "trainer":
                 stop_actor(self._spec, process)
 
-    async def trainer(self) -> Remote:
-        """The living trainer, or a new one with nothing loaded."""
+    async def trainer(self) -> tuple[Remote, bool]:
+        """The living trainer, or a new one with nothing loaded; whether it is new."""
         try:
             found = Remote("trainer", find_actor(self._spec.namespace, self._spec.run, "trainer"))
             async with asyncio.timeout(self._spec.steps.alive_s):
                 await found.status()
-            return found
+            return found, False
         except (ActorLost, TimeoutError):
             stop_actor(self._spec, "trainer")
             handle = await start_actor(TrainerActor, self._spec, "trainer", self._spec.trainer, self._spec)
-            return Remote("trainer", handle)
+            return Remote("trainer", handle), True
+
+    async def stop_trainer(self) -> None:
+        """End the trainer, which nobody has claimed."""
+        stop_actor(self._spec, "trainer")
 
     async def close(self) -> None:
         """End every process of the run."""

@@ -105,15 +105,21 @@ class LocalCluster:
         self.fleet.start()
         return process, True
 
-    async def trainer(self) -> Process:
-        """The living trainer, or a new one with nothing loaded."""
+    async def trainer(self) -> tuple[Process, bool]:
+        """The living trainer, or a new one with nothing loaded; whether it is new."""
         found = self.processes.get("trainer")
-        if found is None or found.dead:
-            found = self.processes["trainer"] = Process("trainer", self._make_trainer(self._spec, self._store))
-        return found
+        if found is not None and not found.dead:
+            return found, False
+        found = self.processes["trainer"] = Process("trainer", self._make_trainer(self._spec, self._store))
+        return found, True
+
+    async def stop_trainer(self) -> None:
+        """End the trainer, which nobody has claimed."""
+        await self.stop("trainer")
 
     async def _weights(self, digest: str) -> object:
-        return await (await self.trainer()).weights(digest)
+        trainer, _ = await self.trainer()
+        return await trainer.weights(digest)
 
     # ------------------------------------------------------------------ Launcher
 

@@ -9,26 +9,46 @@ from typing import Any
 from gpu.rollout.manager import RolloutManager, open_manager
 from gpu.spec import RunSpec
 from storage.clock import Clock
-from storage.errors import RunExists, UnknownRun
+from storage.errors import ResourceUnavailable, RunExists, UnknownRun
 from storage.filesystem import Store
-from storage.opening import probe
+from storage.opening import open_store, probe
 from storage.runs import RunInfo, RunPaths, check_fingerprints, create_run, make_run, open_run
+
+
+def preflight(spec: RunSpec) -> RunInfo | None:
+    """What can be refused before any process is started; reads only. The run, or None when it is new.
+
+    Raises `FingerprintMismatch`, `SchemaUnsupported`, `StorageUnusable`, `ResourceUnavailable`."""
+    if spec.storage_url.startswith("memory:"):
+        raise ResourceUnavailable(
+            f"storage {spec.storage_url} lives in one process",
+            expected="a store that every process of the run reaches",
+            action="set storage.url to a folder or another shared place",
+        )
+    return _existing(open_store(spec.storage_url), spec)
+
+
+def _existing(store: Store, spec: RunSpec) -> RunInfo | None:
+    try:
+        return _checked(open_run(store, spec.run), spec)
+    except UnknownRun:
+        return None
 
 
 def prepare_run(store: Store, spec: RunSpec, clock: Clock) -> RunInfo:
     """Open the run, or create it. Raises `FingerprintMismatch`, `SchemaUnsupported`, `StorageUnusable`, having written
     nothing."""
-    try:
-        return _checked(open_run(store, spec.run), spec)
-    except UnknownRun:
-        info = make_run(
-            run=spec.run,
-            created=clock.wall(),
-            num_siblings=spec.limits.num_siblings,
-            staleness=spec.limits.staleness,
-            fingerprints=dict(spec.fingerprints),
-            settings=dict(spec.settings),
-        )
+    found = _existing(store, spec)
+    if found is not None:
+        return found
+    info = make_run(
+        run=spec.run,
+        created=clock.wall(),
+        num_siblings=spec.limits.num_siblings,
+        staleness=spec.limits.staleness,
+        fingerprints=dict(spec.fingerprints),
+        settings=dict(spec.settings),
+    )
     probe(store, RunPaths(spec.run).root)
     try:
         create_run(store, info)

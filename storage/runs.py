@@ -23,6 +23,16 @@ from storage.schema import FIELD_HASH, SCHEMA
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
+def check_name(run: str) -> None:
+    """Raises `ConfigurationRefused` for a run name that is not a plain word."""
+    if not _NAME.fullmatch(run):
+        raise ConfigurationRefused(
+            f"run name {run!r}",
+            expected="letters, digits, '.', '_' and '-', at most 100, starting with a letter or digit",
+            action="choose another run name",
+        )
+
+
 class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What gives a run its meaning. `fingerprints` (name -> digest) must be equal at every resume; `settings` are the
     first incarnation's other settings, kept for people and for `tidegate resume`."""
@@ -47,12 +57,7 @@ def make_run(
     settings: dict[str, object],
 ) -> RunInfo:
     """A `RunInfo` of this program's schema. Raises `ConfigurationRefused` for a name that is not a plain word."""
-    if not _NAME.fullmatch(run):
-        raise ConfigurationRefused(
-            f"run name {run!r}",
-            expected="letters, digits, '.', '_' and '-', at most 100, starting with a letter or digit",
-            action="choose another run name",
-        )
+    check_name(run)
     return RunInfo(SCHEMA, FIELD_HASH, run, created, num_siblings, staleness, fingerprints, settings)
 
 
@@ -96,7 +101,8 @@ def list_runs(store: Store) -> list[str]:
 
 
 def open_run(store: Store, run: str) -> RunInfo:
-    """Read and check run.json. Raises `UnknownRun`, `SchemaUnsupported`, `ArtifactCorrupt`."""
+    """Read and check run.json. Raises `UnknownRun`, `SchemaUnsupported`, `ArtifactCorrupt`, `ConfigurationRefused`."""
+    check_name(run)
     try:
         data = store.read(RunPaths(run).info)
     except ObjectMissing as error:

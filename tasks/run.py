@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import socket
@@ -12,9 +13,10 @@ import msgspec
 from prefect import task
 
 from gpu.rollout.calls import Attached
+from gpu.rollout.signal import seen
 from gpu.spec import RunSpec
 from gpu.training.messages import RestoredBase, Trained, TrainerStatus
-from storage.errors import RestoreRefused
+from storage.errors import RestoreRefused, TidegateError, UserError
 from storage.restore import RestorePlan
 from tasks.session import PHASE, Session, session, use
 
@@ -51,8 +53,12 @@ class Cluster(Protocol):
         """The run's living manager, or a new incarnation; whether it is new."""
         ...
 
-    async def trainer(self) -> Any:
-        """The run's living trainer, or a new one with nothing loaded."""
+    async def trainer(self) -> tuple[Any, bool]:
+        """The run's living trainer, or a new one with nothing loaded; whether it is new."""
+        ...
+
+    async def stop_trainer(self) -> None:
+        """End a trainer that nobody has claimed."""
         ...
 
 
@@ -61,7 +67,16 @@ async def open_session(spec: RunSpec, cluster: Cluster, owner: str, *, take_over
 
     Raises `RunBusy` and what `prepare_run` raises."""
     # Both take seconds to start; the trainer waits for orders until it is claimed.
-    (manager, new), trainer = await asyncio.gather(cluster.manager(owner), cluster.trainer())
+    starting = asyncio.ensure_future(cluster.trainer())
+    starting.add_done_callback(seen)
+    try:
+        manager, new = await cluster.manager(owner)
+    except UserError:  # there is no run to train
+        with contextlib.suppress(TidegateError):
+            if (await starting)[1]:
+                await cluster.stop_trainer()
+        raise
+    trainer, _ = await starting
     attached: Attached = await manager.attach(owner, take_over, f"{socket.gethostname()}:{os.getpid()}")
     use(Session(spec, attached.caller, manager, trainer))
     return Opened(attached.caller.incarnation, attached.caller.token, new, attached.finished)

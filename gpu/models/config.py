@@ -7,6 +7,7 @@ folder with config.json and safetensors, or a hub name, for which the optional p
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -58,6 +59,9 @@ class ModelSpec:
     cache: str
 
 
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
+
+
 def find(spec: ModelSpec) -> Path | None:
     """The model's folder, converting or downloading if need be; None for `tiny`. Raises what the user can mend."""
     if spec.name == "tiny":
@@ -67,7 +71,7 @@ def find(spec: ModelSpec) -> Path | None:
     folder = Path(spec.name).expanduser()
     if (folder / "config.json").exists():
         return folder
-    if "/" in spec.name and not folder.is_absolute():
+    if _HUB_NAME.fullmatch(spec.name):
         return _download(spec.name)
     raise ResourceUnavailable(
         f"no model {spec.name!r}",
