@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -46,8 +47,9 @@ def connect(address: str, namespace: str) -> None:
         if found is None:
             ray.init(namespace=namespace, log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
         else:
+            _check_reachable(found)
             ray.init(address=found, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)
-    except (ConnectionError, RuntimeError, ValueError) as error:
+    except (OSError, RuntimeError, ValueError) as error:
         raise ResourceUnavailable(
             f"no Ray cluster at {found or 'this machine'}: {str(error).splitlines()[0]}",
             expected="a running cluster, with the same RAY_AUTH_MODE as here",
@@ -56,6 +58,13 @@ def connect(address: str, namespace: str) -> None:
     finally:
         if main and handler is not None:
             signal.signal(signal.SIGTERM, handler)
+
+
+def _check_reachable(address: str) -> None:
+    """Ray itself tries for minutes. Raises `OSError`."""
+    host, _, port = address.rpartition(":")
+    if host and port.isdigit() and "//" not in host:
+        socket.create_connection((host, int(port)), timeout=10.0).close()
 
 
 def check_resources(spec: RunSpec) -> None:

@@ -46,8 +46,9 @@ def steps(store: Store, run: str) -> list[dict[str, Any]]:
         if isinstance(row.record, schema.LeaseIssued):
             groups[row.record.lease] = row.record.groups
         elif isinstance(row.record, schema.StepCommitted):
-            found.append({**row.record.metrics, "step": row.record.step, "time": row.time,
-                          "groups": groups.pop(row.record.lease, ()), "state_digest": row.record.state_digest})  # fmt: skip
+            batch = groups.pop(row.record.lease, ())
+            found.append({**row.record.metrics, "step": row.record.step, "time": row.time, "groups": batch,
+                          "state_digest": row.record.state_digest})  # fmt: skip
     return found
 
 

@@ -23,7 +23,7 @@ from storage.errors import ActorLost, RunFenced
 from storage.filesystem import Store
 from storage.local import LocalStore
 from storage.verify import Report, verify
-from tasks.run import Resumed, finish_run, open_session, restore_trainer
+from tasks.run import Cluster, Resumed, finish_run, open_session, restore_trainer
 from tasks.session import begin, session
 
 PHASES = plain(TASKS)
@@ -100,23 +100,7 @@ class House:
                 await self.cluster.close()
 
     async def _attempt(self) -> None:
-        begin()
-        opened = await open_session(self.spec, self.cluster, "flow-run")
-        if opened.finished:
-            return
-        resumed = await restore_trainer.fn()
-        self.resumed.append(resumed)
-        step = resumed.step
-        if not resumed.ahead:
-            await update(PHASES, step, save=False)
-        while step < self.spec.steps.num_steps:
-            step += 1
-            if not await training_step(PHASES, step):
-                step -= 1
-                break
-            self.steps_seen.append(step)
-        await save_last(PHASES, step)
-        await finish_run.fn("source exhausted")
+        await attempt(self.spec, self.cluster, self.resumed.append, self.steps_seen.append)
 
     # ------------------------------------------------------------------ death
 
@@ -155,6 +139,29 @@ class House:
         return found
 
 
+async def attempt(
+    spec: RunSpec, cluster: Cluster, resume: Callable[[Resumed], None], stepped: Callable[[int], None]
+) -> None:
+    """What one flow run attempt does, without Prefect."""
+    begin()
+    opened = await open_session(spec, cluster, "flow-run")
+    if opened.finished:
+        return
+    resumed = await restore_trainer.fn()
+    resume(resumed)
+    step = resumed.step
+    if not resumed.ahead:
+        await update(PHASES, step, save=False)
+    while step < spec.steps.num_steps:
+        step += 1
+        if not await training_step(PHASES, step):
+            step -= 1
+            break
+        stepped(step)
+    await save_last(PHASES, step)
+    await finish_run.fn("source exhausted")
+
+
 async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
     """Wait for a moment; a test that waits in vain fails."""
     deadline = time.monotonic() + seconds
@@ -164,4 +171,4 @@ async def until(condition: Callable[[], bool], seconds: float = 20.0) -> None:
         await asyncio.sleep(0.001)
 
 
-__all__ = ["House", "fake_engine", "session", "small", "until"]
+__all__ = ["House", "attempt", "fake_engine", "session", "small", "until"]
