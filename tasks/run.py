@@ -111,7 +111,7 @@ async def restore_trainer() -> Resumed:
             raise RestoreRefused(
                 f"step {step} was redone to state {trained.state_digest[:12]}",
                 expected=f"state {plan.steps[step].state_digest[:12]}, as committed",
-                action="resume on the hardware and software of the run, or set recovery.strict to false",
+                action="resume on the hardware and software of the run, or set checkpoint.strict_redo to false",
                 code="diverged",
             )
     return Resumed(

@@ -295,7 +295,7 @@ class RolloutManager:
             raise DeadlineExceeded(
                 f"model calls did not end in {policy.deadline_s:.0f} s",
                 expected="engines to pause",
-                action="raise drain.deadline_s, or choose another action",
+                action="raise drain.deadline, or choose another action",
                 code="drain",
             ) from error
 
@@ -314,7 +314,7 @@ class RolloutManager:
             raise DeadlineExceeded(
                 f"{len(open_)} executions did not end in {policy.deadline_s:.0f} s: {', '.join(map(str, open_[:5]))}",
                 expected="the terminal frontier to end",
-                action="raise drain.deadline_s, or choose another mode or action",
+                action="raise drain.deadline, or choose another mode or action",
                 code="drain",
             )
         if policy.action is DrainAction.CANCEL:
