@@ -47,7 +47,7 @@ def demo_config(model: str, seed: int, storage: str, cache: str) -> RunConfig:
             "environment": {"name": "reverse"},
             "rollout": {"siblings": 16, "batch": 32, "staleness": 2},
             "generation": {"slots": 512, "max_length": 16},
-            "training": {"steps": 220, "learning_rate": 2e-3},
+            "training": {"steps": 200, "learning_rate": 2e-3},
             "checkpoint": {"every": 40},
             "flow": {"steps_per_task": 10},
         })  # fmt: skip
