@@ -73,8 +73,8 @@ class EnvironmentConfig(Part):
 
 
 class RolloutConfig(Part):
-    siblings: Positive = Field(default=16, title="Rollouts per group (n)")
-    batch: Positive = Field(default=32, title="Groups per step (B)")
+    siblings: Positive = Field(default=16, title="Rollouts per group (n)", description="Siblings of one prompt")
+    batch: Positive = Field(default=32, title="Groups per step (B)", description="Prompts of one optimizer step")
     staleness: Count | None = Field(
         default=2, title="Staleness bound (S)", description="Versions; 0 on-policy, null unbounded"
     )
@@ -124,7 +124,7 @@ class GenerationConfig(Part):
         default="keep", description="Cached keys and values at an update"
     )
     in_flight_updates: bool = Field(default=True, description="Weights may change in the middle of a generation")
-    temperature: Annotated[float, Field(ge=0)] = 1.0
+    temperature: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Of sampling; 0 is greedy")
     device: str = Field(default="cpu", description="cpu, cuda")
     gpus: Annotated[float, Field(ge=0)] = Field(default=0.0, description="GPUs per engine, fractions allowed")
     cpus: Annotated[float, Field(ge=0)] = Field(default=0.5, description="CPUs per engine, as Ray counts them")
@@ -137,22 +137,22 @@ class GenerationConfig(Part):
 
 class TrainingConfig(Part):
     steps: Positive = Field(default=100, description="Optimizer steps of the whole run")
-    learning_rate: Annotated[float, Field(gt=0)] = 2e-3
-    beta1: Annotated[float, Field(ge=0, lt=1)] = 0.9
-    beta2: Annotated[float, Field(ge=0, lt=1)] = 0.95
-    epsilon: Annotated[float, Field(gt=0)] = 1e-8
-    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    learning_rate: Annotated[float, Field(gt=0)] = Field(default=2e-3, description="AdamW's, after the warm-up")
+    beta1: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.9, description="AdamW")
+    beta2: Annotated[float, Field(ge=0, lt=1)] = Field(default=0.95, description="AdamW")
+    epsilon: Annotated[float, Field(gt=0)] = Field(default=1e-8, description="AdamW")
+    weight_decay: Annotated[float, Field(ge=0)] = Field(default=0.0, description="AdamW")
     warmup: Count = Field(default=10, description="Steps of linear warm-up")
-    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
-    clip_low: Annotated[float, Field(gt=0)] = 0.2
-    clip_high: Annotated[float, Field(gt=0)] = 0.28
+    max_grad_norm: Annotated[float, Field(gt=0)] = Field(default=1.0, description="Gradients are scaled to this norm")
+    clip_low: Annotated[float, Field(gt=0)] = Field(default=0.2, description="Ratios are clipped to 1 - this")
+    clip_high: Annotated[float, Field(gt=0)] = Field(default=0.28, description="... and to 1 + this (DAPO)")
     drop_zero_variance: bool = Field(default=True, description="Leave groups without signal out of the loss")
     micro_positions: Positive = Field(default=4096, description="Padded tokens of one forward pass")
     autocast: Literal["auto", "on", "off"] = Field(default="auto", description="Train in bfloat16 over float32 weights")
     device: str = Field(default="cpu", description="cpu, cuda")
-    gpus: Annotated[float, Field(ge=0)] = 0.0
-    cpus: Annotated[float, Field(ge=0)] = 0.5
-    threads: Positive = 1
+    gpus: Annotated[float, Field(ge=0)] = Field(default=0.0, description="GPUs of the trainer, fractions allowed")
+    cpus: Annotated[float, Field(ge=0)] = Field(default=0.5, description="CPUs of the trainer, as Ray counts them")
+    threads: Positive = Field(default=1, description="Compute threads of the trainer")
 
 
 class CheckpointConfig(Part):
@@ -196,7 +196,7 @@ class RunConfig(Part):
     """A run of asynchronous RL. A run of the same name is resumed."""
 
     run: str | None = Field(default=None, title="Run name", description="null: named after the flow run")
-    seed: Count = 0
+    seed: Count = Field(default=0, description="Of prompts, initial weights and sampling")
     model: ModelConfig = ModelConfig()
     environment: EnvironmentConfig = EnvironmentConfig()
     rollout: RolloutConfig = RolloutConfig()

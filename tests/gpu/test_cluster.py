@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from flows.settings import RAY
+from flows.settings import RAY, environment
 from gpu.actors import Remote, find_actor
 from gpu.cluster import RayCluster, check_resources, processes_of
 from gpu.spec import RunSpec
@@ -30,8 +30,8 @@ NAMESPACE = "test-cluster"
 def cluster() -> Iterator[None]:
     """Two CPUs and one declared GPU."""
     with pytest.MonkeyPatch.context() as patch:
-        for name, value in RAY.items():
-            patch.setenv(name, value)
+        for variable in RAY:
+            patch.setenv(variable.name, variable.value)
         patch.delenv("RAY_ADDRESS", raising=False)
         ray.init(num_cpus=2, num_gpus=1, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
                  object_store_memory=128 << 20)  # fmt: skip
@@ -147,6 +147,11 @@ def test_a_cluster_that_is_not_there_is_an_error_with_its_address() -> None:
         "try:\n    connect('127.0.0.1:1', 'x')\nexcept ResourceUnavailable as error:\n    print(error)"
     )
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True, env={**os.environ, **RAY}
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+        env={**os.environ, **environment()},
     )
     assert "no Ray cluster at 127.0.0.1:1" in done.stdout
