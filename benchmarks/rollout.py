@@ -30,8 +30,9 @@ from pathlib import Path
 import numpy as np
 
 from gpu.rollout.committer import FlushSettings
+from gpu.rollout.engine_control import EngineControl
 from gpu.rollout.limits import Limits, Order, Submission
-from gpu.rollout.manager import EngineControl, ManagerSettings, RolloutManager, open_manager
+from gpu.rollout.manager import ManagerSettings, RolloutManager, open_manager
 from gpu.rollout.messages import Caller, Dispatch, Ended, Outcome, Report
 from gpu.rollout.results import keep_all
 from storage.clock import SystemClock

@@ -23,15 +23,14 @@ from pathlib import Path
 from typing import Any
 
 from flows.config import RunConfig
+from flows.proof import judge, summary
 from flows.stack import Stack, free_port, running_stack
 from gpu.models.config import ModelSpec, find
 from gpu.spec import RunSpec
-from storage import schema
 from storage.errors import ActorLost, TidegateError
 from storage.inspection import steps as committed_steps
-from storage.journal import read_journal
 from storage.opening import open_store
-from storage.verify import Report, verify
+from storage.verify import verify
 
 RUN = "demo"
 SETTLE_S = 3.0  # a person needs a moment to see the crash and press Retry
@@ -260,66 +259,6 @@ def plan_kills(seed: int, steps: int) -> list[Kill]:
     ]
 
 
-# ---------------------------------------------------------------------- the result
-
-
-def minted_before_redo(storage: str) -> int:
-    """Attempts minted after a claim and before the last step it redid: redone steps must generate nothing."""
-    count = pending = 0
-    for segment in read_journal(open_store(storage), RUN):
-        for row in segment.rows:
-            if isinstance(row.record, schema.RunClaimed):
-                pending = 0
-            elif isinstance(row.record, schema.AttemptsMinted):
-                pending += len(row.record.siblings)
-            elif isinstance(row.record, schema.StepRedone):
-                count, pending = count + pending, 0
-    return count
-
-
-def live_at_deaths(storage: str) -> int:
-    """Attempts that were live, as far as the journal knew, when an incarnation ended; counted from the raw records."""
-    live: set[tuple[int, int]] = set()
-    total = 0
-    for segment in read_journal(open_store(storage), RUN):
-        for row in segment.rows:
-            record = row.record
-            if isinstance(record, schema.RunClaimed):
-                total += len(live)
-                live.clear()
-            elif isinstance(record, schema.AttemptsMinted):
-                live.update((record.group, sibling) for sibling in record.siblings)
-            elif isinstance(record, schema.AttemptAbandoned):
-                live.discard((record.group, record.sibling))
-            elif isinstance(record, schema.Sealed):
-                live.difference_update(zip(record.groups, record.siblings, strict=True))
-    return total
-
-
-def judge(report: Report, rewards: Sequence[float], kills: Sequence[Kill], storage: str) -> tuple[str, list[str]]:
-    """The last line and what is wrong with it."""
-    window = max(1, len(rewards) // 20)
-    first, last = sum(rewards[:window]) / window, sum(rewards[-window:]) / window
-    live = live_at_deaths(storage)
-    line = (
-        f"steps={report.steps} kills={sum(kill.done for kill in kills)} consumed={report.consumed} lost={report.lost} "
-        f"trained_twice={report.trained_twice} reused={report.rollouts_reused} redone_steps={report.steps_redone} "
-        f"regenerated={report.rollouts_regenerated} reward_first={first:.3f} reward_last={last:.3f}"
-    )
-    expected = {
-        "verify found problems": report.sound,
-        "both kills must have happened": all(kill.done for kill in kills),
-        "prompts were lost": report.lost == 0,
-        "prompts were trained twice": report.trained_twice == 0,
-        "the run must be finished with everything settled": bool(report.finished) and report.unsettled == 0,
-        "finished rollouts must have been reused": report.rollouts_reused > 0,
-        f"more was generated again than the {live} rollouts live at the deaths": report.rollouts_regenerated <= live,
-        "redone steps generated rollouts": minted_before_redo(storage) == 0,
-        "the reward did not rise clearly": last > first + 0.2,
-    }
-    return line, [problem for problem, fine in expected.items() if not fine] + report.problems
-
-
 async def run_demo(config: RunConfig, stack: Stack, kills: list[Kill]) -> None:
     import ray
 
@@ -386,25 +325,16 @@ def _report(config: RunConfig, root: Path, kills: list[Kill], seconds: float) ->
     report = verify(store, RUN, lambda line: print(line, flush=True))
     history = committed_steps(store, RUN)
     (root / "reward.png").write_bytes(reward_curve(RUN, history))
-    line, problems = judge(report, [step["reward_mean"] for step in history], kills, config.storage.url)
-    print(_summary(report, seconds), flush=True)
+    line, problems = judge(
+        report, [step["reward_mean"] for step in history], [kill.done for kill in kills], config.storage.url
+    )
+    print(summary(report, seconds), flush=True)
     print(f"Reward curve: {root / 'reward.png'}", flush=True)
     print(f"Look further: tidegate inspect {RUN} --storage {config.storage.url}", flush=True)
     for problem in problems:
         print(f"PROBLEM {problem}", flush=True)
     print(f"DEMO {'FAILED' if problems else 'OK'} {line}", flush=True)
     return 1 if problems else 0
-
-
-def _summary(report: Report, seconds: float) -> str:
-    return (
-        f"\n{report.handed_out} prompts handed out: {report.consumed} trained once, {report.discarded} settled "
-        f"untrained at the end, {report.quarantined} quarantined, {report.lost} lost.\n"
-        f"{report.incarnations} incarnations; {report.rollouts_reused} finished rollouts reused, {report.steps_redone} "
-        f"steps redone from the journal, {report.rollouts_regenerated} rollouts generated again.\n"
-        f"Staleness at most {report.staleness_max} (bound {report.staleness_bound}), mean {report.staleness_mean:.2f}. "
-        f"{seconds:.0f} s in all."
-    )
 
 
 if __name__ == "__main__":

@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from gpu.generation.engine import Version
-from gpu.rollout.manager import EngineControl, RolloutManager
+from gpu.rollout.engine_control import EngineControl
+from gpu.rollout.manager import RolloutManager
 from gpu.rollout.signal import Signal, seen, wait_event
 from storage.errors import (
     ActorLost,

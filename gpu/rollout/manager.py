@@ -20,6 +20,7 @@ from gpu.rollout.calls import Attached, Callers
 from gpu.rollout.committer import Committer, FlushSettings
 from gpu.rollout.control import RolloutControl
 from gpu.rollout.drain import Drain, DrainAction, Drained, DrainPolicy
+from gpu.rollout.engine_control import EngineControl
 from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Accepted, Caller, Dispatch, Grant, Hold, Outcome, Report, Wait
 from gpu.rollout.results import GroupFilter
@@ -51,28 +52,6 @@ class ManagerSettings:
     flush: FlushSettings
     driver_silence_s: float
     commit_deadline_s: float
-
-
-class EngineControl:
-    """What the manager needs of whoever runs the engines. This one runs none: `activate` serves the version at once."""
-
-    names: tuple[str, ...] = ()
-
-    async def activate(self, policy: Policy) -> None:
-        """Bring a published version to the engines; return when one serves it and no other version serves."""
-
-    async def pause(self) -> int:
-        """Wait for open model calls of engines that cannot change weights in flight; keep new ones waiting. 0."""
-        return 0
-
-    async def cancel(self) -> int:
-        """Abort the open model calls of those engines; returns how many."""
-        return 0
-
-    async def resume(self) -> None: ...
-
-    def status(self) -> dict[str, object]:
-        return {}
 
 
 class RolloutManager:

@@ -12,7 +12,8 @@ from pathlib import Path
 import pytest
 
 from flows.cli import main
-from flows.demo import Kill, live_at_deaths, plan_kills
+from flows.demo import RUN, Kill, plan_kills
+from flows.proof import live_at_deaths
 
 LAST = re.compile(
     r"DEMO OK steps=(?P<steps>\d+) kills=2 consumed=(?P<consumed>\d+) lost=0 trained_twice=0 reused=(?P<reused>\d+) "
@@ -52,7 +53,7 @@ def test_the_tiny_demo_is_killed_twice_and_loses_nothing(tmp_path: Path) -> None
     root = tmp_path / "demo-tiny"
     assert found["consumed"] == found["steps"] * 32
     assert found["reused"] > 0
-    assert found["regenerated"] <= live_at_deaths(str(root / "store"))
+    assert found["regenerated"] <= live_at_deaths(str(root / "store"), RUN)
     assert found["last"] > found["first"] + 0.5
     kills = [line for line in lines if "KILLED -9" in line]
     assert len(kills) == 2

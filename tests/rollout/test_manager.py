@@ -10,7 +10,8 @@ import pytest
 from gpu.rollout.calls import Attached
 from gpu.rollout.committer import FlushSettings
 from gpu.rollout.drain import Drain, DrainAction, DrainPolicy
-from gpu.rollout.manager import EngineControl, ManagerSettings, RolloutManager, open_manager
+from gpu.rollout.engine_control import EngineControl
+from gpu.rollout.manager import ManagerSettings, RolloutManager, open_manager
 from gpu.rollout.messages import Caller, Dispatch, Ended, Outcome, Report
 from gpu.rollout.results import keep_all
 from storage.clock import SystemClock
