@@ -307,7 +307,7 @@ class RunConfig(Part):
         """The values the processes get. Raises `ConfigurationRefused` and other `UserError`s."""
         self.check()
         one, cluster = self.resolved(), self.cluster
-        training, generation = one.training, one.generation
+        generation = one.generation
         return RunSpec(
             run=run,
             storage_url=open_store(one.storage.url).url,
@@ -330,46 +330,52 @@ class RunConfig(Part):
                 cluster.restart_pause,
                 cluster.max_failures,
             ),
-            engine=EngineSpec(
-                generation.slots,
-                generation.max_length,
-                DTYPES[generation.dtype],
-                Cached(generation.cache_at_update),
-                generation.in_flight_updates,
-                generation.temperature,
-                ProcessSpec(generation.cpus, generation.gpus, generation.device, generation.threads),
-            ),
+            engine=one._engine_spec(),
             worker=WorkerSpec(generation.concurrency, ProcessSpec(generation.cpus, 0.0, "cpu", 1)),
-            training=TrainingSettings(
-                OptimizerSettings(
-                    training.learning_rate,
-                    training.beta1,
-                    training.beta2,
-                    training.epsilon,
-                    training.weight_decay,
-                    training.warmup,
-                    training.max_grad_norm,
-                ),
-                training.clip_low,
-                training.clip_high,
-                training.drop_zero_variance,
-                training.micro_positions,
-                training.autocast == "on",
-                DTYPES[generation.dtype],
-            ),
-            trainer=ProcessSpec(training.cpus, training.gpus, training.device, training.threads),
-            steps=StepSpec(
-                training.steps,
-                cluster.lease_deadline,
-                cluster.hold_ttl,
-                cluster.alive_deadline,
-                DrainPolicy(Drain(one.drain.mode), one.drain.deadline, DrainAction(one.drain.action)),
-                one.checkpoint.every,
-                one.checkpoint.max_unsaved,
-                one.checkpoint.strict_redo,
-            ),
+            training=one._training_settings(),
+            trainer=ProcessSpec(one.training.cpus, one.training.gpus, one.training.device, one.training.threads),
+            steps=one._step_spec(),
             fingerprints=self.fingerprints(),
             settings=one.model_dump(mode="json"),
+        )
+
+    def _engine_spec(self) -> EngineSpec:
+        one = self.generation
+        return EngineSpec(
+            one.slots,
+            one.max_length,
+            DTYPES[one.dtype],
+            Cached(one.cache_at_update),
+            one.in_flight_updates,
+            one.temperature,
+            ProcessSpec(one.cpus, one.gpus, one.device, one.threads),
+        )
+
+    def _training_settings(self) -> TrainingSettings:
+        one = self.training
+        return TrainingSettings(
+            OptimizerSettings(
+                one.learning_rate, one.beta1, one.beta2, one.epsilon, one.weight_decay, one.warmup, one.max_grad_norm
+            ),
+            one.clip_low,
+            one.clip_high,
+            one.drop_zero_variance,
+            one.micro_positions,
+            one.autocast == "on",
+            DTYPES[self.generation.dtype],
+        )
+
+    def _step_spec(self) -> StepSpec:
+        cluster, checkpoint = self.cluster, self.checkpoint
+        return StepSpec(
+            self.training.steps,
+            cluster.lease_deadline,
+            cluster.hold_ttl,
+            cluster.alive_deadline,
+            DrainPolicy(Drain(self.drain.mode), self.drain.deadline, DrainAction(self.drain.action)),
+            checkpoint.every,
+            checkpoint.max_unsaved,
+            checkpoint.strict_redo,
         )
 
 

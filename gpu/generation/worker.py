@@ -16,8 +16,7 @@ from gpu.environments.base import Environment
 from gpu.generation.client import EngineCalls, EngineClient
 from gpu.generation.engine import Generated, GenRequest
 from gpu.models.tokenizer import Tokenizer
-from gpu.rollout.manager import Work
-from gpu.rollout.messages import Accepted, Dispatch, Ended, Outcome, Report, Turn
+from gpu.rollout.messages import Accepted, Dispatch, Ended, Outcome, Report, Turn, Work
 from gpu.rollout.signal import Signal
 from storage.errors import ActorLost, EngineFailed
 from storage.filesystem import Store

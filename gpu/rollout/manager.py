@@ -14,15 +14,13 @@ from collections.abc import Callable, Coroutine
 from dataclasses import dataclass
 from typing import Any
 
-import msgspec
-
 from gpu.rollout.calls import Attached, Callers
 from gpu.rollout.committer import Committer, FlushSettings
 from gpu.rollout.control import RolloutControl
 from gpu.rollout.drain import Drain, DrainAction, Drained, DrainPolicy
 from gpu.rollout.engine_control import EngineControl
 from gpu.rollout.limits import Limits
-from gpu.rollout.messages import Accepted, Caller, Dispatch, Grant, Hold, Outcome, Report, Wait
+from gpu.rollout.messages import Accepted, Caller, Grant, Hold, Outcome, Report, Wait, Work
 from gpu.rollout.results import GroupFilter
 from gpu.rollout.signal import Signal, wait_event
 from storage.clock import Clock
@@ -35,13 +33,6 @@ from storage.runs import RunInfo
 from storage.schema import CheckpointPublished, ConfigChanged
 
 TICK_S = 0.1
-
-
-class Work(msgspec.Struct, frozen=True):
-    """Attempts for a worker, and the engines that have confirmed the current version."""
-
-    dispatches: list[Dispatch]
-    engines: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -60,6 +60,13 @@ class Dispatch(msgspec.Struct, frozen=True):
     continuation: Continuation | None
 
 
+class Work(msgspec.Struct, frozen=True):
+    """Attempts for a worker, and the engines that have confirmed the current version."""
+
+    dispatches: list[Dispatch]
+    engines: tuple[str, ...]
+
+
 class Turn(msgspec.Struct, frozen=True):
     """A finished turn of a live attempt: row `row` of the report's block, the environment's state after it."""
 
