@@ -25,6 +25,7 @@ from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
+from flows import settings
 from flows.config import RunConfig
 from gpu.prepare import preflight
 from storage import inspection
@@ -40,6 +41,7 @@ DEFAULT_STORAGE = RunConfig().storage.url
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point; returns the exit code."""
     parsed = _parser().parse_args(arguments)
+    settings.apply()
     logging.basicConfig(level=logging.WARNING, format="%(message)s")
     try:
         return parsed.run(parsed)

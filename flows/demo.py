@@ -46,8 +46,8 @@ def demo_config(model: str, seed: int, storage: str, cache: str) -> RunConfig:
             "environment": {"name": "reverse"},
             "rollout": {"siblings": 16, "batch": 32, "staleness": 2},
             "generation": {"slots": 512, "max_length": 16},
-            "training": {"steps": 200, "learning_rate": 2e-3},
-            "checkpoint": {"every": 40},
+            "training": {"steps": 180, "learning_rate": 2e-3},
+            "checkpoint": {"every": 20},
             "flow": {"steps_per_task": 10},
         })  # fmt: skip
     return RunConfig.model_validate({
@@ -314,10 +314,10 @@ def _demo(parsed: argparse.Namespace) -> int:
     ) as stack:
         os.environ.update(stack.env)
         asyncio.run(run_demo(config, stack, kills))
-    return _report(config, root, kills, time.monotonic() - began)
+    return _report(config, root, kills, began)
 
 
-def _report(config: RunConfig, root: Path, kills: list[Kill], seconds: float) -> int:
+def _report(config: RunConfig, root: Path, kills: list[Kill], began: float) -> int:
     from tasks.report import reward_curve
 
     print("op=demo phase=verify", flush=True)
@@ -328,7 +328,7 @@ def _report(config: RunConfig, root: Path, kills: list[Kill], seconds: float) ->
     line, problems = judge(
         report, [step["reward_mean"] for step in history], [kill.done for kill in kills], config.storage.url
     )
-    print(summary(report, seconds), flush=True)
+    print(summary(report, time.monotonic() - began), flush=True)
     print(f"Reward curve: {root / 'reward.png'}", flush=True)
     print(f"Look further: tidegate inspect {RUN} --storage {config.storage.url}", flush=True)
     for problem in problems:

@@ -5,6 +5,7 @@ They are environment variables of every process: server, worker, flow run, Ray.
 
 from __future__ import annotations
 
+import os
 from typing import NamedTuple
 
 
@@ -51,3 +52,9 @@ PREFECT = (
 def environment() -> dict[str, str]:
     """All of them, for a child process."""
     return {variable.name: variable.value for variable in (*RAY, *PREFECT)}
+
+
+def apply() -> None:
+    """Set them in this process, where the user has not; before Ray and Prefect are imported, which read some then."""
+    for name, value in environment().items():
+        os.environ.setdefault(name, value)

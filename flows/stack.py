@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
@@ -143,7 +144,8 @@ def running_stack(
     port: int | None = None,
     object_store: int = 4 << 30,
 ) -> Generator[Stack]:
-    """Start server, deployments, worker and Ray; stop them at the end. `home` is the project's folder.
+    """Start server, deployments, worker and Ray; stop them at the end, also of a process that is terminated. `home` is
+    the project's folder.
 
     Raises `ResourceUnavailable` for a port in use and for services that do not come up.
     """
@@ -162,6 +164,7 @@ def running_stack(
     stack = Stack(root, env, api, env["RAY_ADDRESS"])
     ray_folder = tempfile.mkdtemp(prefix="tg-ray-")  # short: socket paths below it are limited to 107 characters
     try:
+        _end_politely()
         say("op=stack phase=start what=ray")
         stack.start("ray", [
             tool("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={ray_port}",
@@ -183,6 +186,17 @@ def running_stack(
         say("op=stack phase=stop")
         stack.stop()
         shutil.rmtree(ray_folder, ignore_errors=True)
+
+
+def _end_politely() -> None:
+    """A terminated process, or one whose terminal closes, stops what it started."""
+
+    def end(number: int, frame: object) -> None:
+        sys.exit(128 + number)
+
+    if threading.current_thread() is threading.main_thread():
+        for number in (signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, end)
 
 
 def _create_pool(api: str) -> None:

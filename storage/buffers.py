@@ -20,6 +20,10 @@ from storage.errors import ArtifactCorrupt
 ITEM_BYTES = {"F32": 4, "F16": 2, "BF16": 2, "F64": 8, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 
 
+THREADS_BYTES = 4 << 20
+"""Below this, starting threads costs more than they save."""
+
+
 @dataclass(frozen=True, slots=True)
 class NamedBuffer:
     """A tensor's bytes. `dtype` is a safetensors name, `data` a flat, contiguous uint8 array."""
@@ -34,14 +38,19 @@ class NamedBuffer:
 
 
 def buffers_digest(buffers: Mapping[str, NamedBuffer], extra: str = "") -> str:
-    """sha256 over the sorted (name, dtype, shape, sha256(data)) of all buffers and `extra`. Uses two threads."""
+    """sha256 over the sorted (name, dtype, shape, sha256(data)) of all buffers and `extra`. Uses two threads for
+    large ones."""
 
     def one(name: str) -> str:
         buffer = buffers[name]
         return f"{name}:{buffer.dtype}:{buffer.shape}:{hashlib.sha256(buffer.data.data).hexdigest()}"
 
-    with ThreadPoolExecutor(2) as pool:
-        lines = list(pool.map(one, sorted(buffers)))
+    names = sorted(buffers)
+    if sum(buffer.num_bytes for buffer in buffers.values()) < THREADS_BYTES:
+        lines = [one(name) for name in names]
+    else:
+        with ThreadPoolExecutor(2) as pool:
+            lines = list(pool.map(one, names))
     return hashlib.sha256("\n".join([*lines, extra]).encode()).hexdigest()
 
 

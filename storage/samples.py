@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -37,10 +38,10 @@ def assemble(rows: Sequence[TurnRow], group: int, sibling: int) -> Sample:
     position, attempt, generated = 0, -1, 0
     spans: list[VersionSpan] = []
     for turn, row in enumerate(rows):
-        _check_row(row, where, group, sibling, turn, position, attempt)
+        count = _check_row(row, where, group, sibling, turn, position, attempt)
         spans += [VersionSpan(span.incarnation, span.number, generated + span.end) for span in row.spans]
         position += len(row.tokens)
-        generated += row.num_generated
+        generated += count
         attempt = row.attempt
     if not rows[-1].done or any(row.done for row in rows[:-1]):
         raise misfit(where, "the last turn is not the end", "exactly the last turn to be done", "missing")
@@ -48,15 +49,20 @@ def assemble(rows: Sequence[TurnRow], group: int, sibling: int) -> Sample:
         group,
         sibling,
         attempt,
-        np.concatenate([row.tokens for row in rows]),
-        np.concatenate([row.logprobs for row in rows]),
-        np.concatenate([row.mask for row in rows]),
+        _join([row.tokens for row in rows]),
+        _join([row.logprobs for row in rows]),
+        _join([row.mask for row in rows]),
         tuple(spans),
         rows[-1].reward,
     )
 
 
-def _check_row(row: TurnRow, where: str, group: int, sibling: int, turn: int, position: int, attempt: int) -> None:
+def _join(parts: list[npt.NDArray[Any]]) -> npt.NDArray[Any]:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+def _check_row(row: TurnRow, where: str, group: int, sibling: int, turn: int, position: int, attempt: int) -> int:
+    """The number of generated tokens of a row that fits."""
     if (row.group, row.sibling) != (group, sibling):
         raise misfit(where, f"a row of {row.group}/{row.sibling}", "its own rows", "conflict")
     if row.turn != turn:
@@ -67,7 +73,9 @@ def _check_row(row: TurnRow, where: str, group: int, sibling: int, turn: int, po
         raise misfit(where, f"attempt {row.attempt} after {attempt}", "attempts that do not go back", "conflict")
     if not len(row.tokens) == len(row.logprobs) == len(row.mask):
         raise misfit(where, "token columns of different lengths", "one logprob and mask per token", "row_digest")
-    check_spans(row.spans, row.num_generated, where)
+    generated = row.num_generated
+    check_spans(row.spans, generated, where)
+    return generated
 
 
 def check_spans(spans: Sequence[VersionSpan], generated: int, where: str) -> None:

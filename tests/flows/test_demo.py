@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,14 @@ LAST = re.compile(
     r"redone_steps=(?P<redone>\d+) regenerated=(?P<regenerated>\d+) reward_first=(?P<first>\d\.\d+) "
     r"reward_last=(?P<last>\d\.\d+)"
 )
+
+
+def left_of(root: Path) -> list[str]:
+    """What still lives of a demo after the moment that Ray's workers take to notice that their node is gone."""
+    deadline = time.monotonic() + 20.0
+    while (found := processes_of(root)) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    return found
 
 
 def processes_of(root: Path) -> list[str]:
@@ -60,7 +69,22 @@ def test_the_tiny_demo_is_killed_twice_and_loses_nothing(tmp_path: Path) -> None
     assert sum("manager" in line for line in kills) == 1, "one kill of the flow alone, one of everything"
     assert (root / "reward.png").read_bytes().startswith(b"\x89PNG")
     assert main(["verify", "demo", "--storage", str(root / "store")]) == 0
-    assert processes_of(root) == [], "the demo stops what it started"
+    assert left_of(root) == [], "the demo stops what it started"
+
+
+@pytest.mark.parametrize("when", ["phase=deploy", "waiting for a manager"])
+def test_a_terminated_demo_stops_what_it_started(when: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-u", "-m", "flows.demo", "--model", "tiny", "--root", str(tmp_path)]
+    demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    try:
+        assert demo.stdout is not None
+        assert any(when in line for line in demo.stdout), "the demo ended early"
+        demo.send_signal(signal.SIGTERM)
+        demo.communicate(timeout=60)
+        assert demo.returncode == 128 + signal.SIGTERM
+        assert left_of(tmp_path) == []
+    finally:
+        demo.kill()
 
 
 def test_the_seed_draws_order_and_moments_of_the_kills() -> None:
