@@ -41,6 +41,11 @@ PREFECT = (
     Variable("PREFECT_SERVER_LOG_RETRYABLE_ERRORS", "true", "Shows `database is locked`, which is hidden otherwise"),
     Variable("PREFECT_WORKER_QUERY_SECONDS", "2", "A retry starts at once, not at the next poll of 10 s"),
     Variable("PREFECT_FLOWS_HEARTBEAT_FREQUENCY", "30", "Dead flow runs are found by it; the shortest Prefect accepts"),
+    Variable(
+        "PREFECT_SERVER_EPHEMERAL_STARTUP_TIMEOUT_SECONDS",
+        "180",
+        "`tidegate train` without a server starts one; the first start creates its database, in more than 20 s",
+    ),
     Variable("PREFECT_SERVER_ANALYTICS_ENABLED", "false", "Nothing leaves the machine"),
     Variable("PREFECT_TELEMETRY_ENABLE_RESOURCE_METRICS", "false", "Nothing leaves the machine"),
     Variable("PREFECT_SERVER_UI_SHOW_PROMOTIONAL_CONTENT", "false", "No advertisement"),
