@@ -46,7 +46,7 @@ def demo_config(model: str, seed: int, storage: str, cache: str) -> RunConfig:
             "environment": {"name": "reverse"},
             "rollout": {"siblings": 16, "batch": 32, "staleness": 2},
             "generation": {"slots": 512, "max_length": 16},
-            "training": {"steps": 180, "learning_rate": 2e-3},
+            "training": {"steps": 200, "learning_rate": 2e-3},
             "checkpoint": {"every": 20},
             "flow": {"steps_per_task": 10},
         })  # fmt: skip
