@@ -119,8 +119,6 @@ async def test_death_right_after_the_optimizer_step_and_before_its_commit(victim
     if "trainer" in victims:
         assert house.resumed[-1].redone == 3 - house.resumed[-1].base
         assert house.steps_seen.count(4) == 1, "the lost step is trained from its own lease, issued again"
-    uninterrupted = House(tmp_path / "reference")
-    await uninterrupted.run()
 
 
 class FlakyStore(LocalStore):
