@@ -156,12 +156,24 @@ def _unplaced(spec: RunSpec, process: str, resources: ProcessSpec | None) -> Res
     )
 
 
+def _create(kind: type[Hosted], spec: RunSpec, process: str, resources: ProcessSpec | None) -> Any:
+    made = ray.remote(kind).options(**options(actor_name(spec.run, process), spec.namespace, resources))
+    try:
+        return made.remote()
+    except ValueError as error:  # what Ray raises for a name that is taken
+        raise ActorLost(
+            f"another {process} of run {spec.run!r} was started at the same moment",
+            expected="its name to be free",
+            action="retry: if another flow run drives this run, the answer says so",
+        ) from error
+
+
 async def start_actor(
     kind: type[Hosted], spec: RunSpec, process: str, resources: ProcessSpec | None, *args: Any
 ) -> Any:
     """Start a process and open its part; returns the handle. Raises `ResourceUnavailable` when it cannot be placed
     within the bound, and what opening it raises."""
-    handle: Any = ray.remote(kind).options(**options(actor_name(spec.run, process), spec.namespace, resources)).remote()
+    handle: Any = _create(kind, spec, process, resources)
     try:
         async with asyncio.timeout(spec.start_s):
             await handle.open.remote(*args)

@@ -14,8 +14,8 @@ import pytest
 import ray
 
 from flows.settings import RAY, environment
-from gpu.actors import Remote, find_actor
-from gpu.cluster import RayCluster, check_resources, processes_of
+from gpu.actors import Remote, find_actor, start_actor
+from gpu.cluster import ManagerActor, RayCluster, check_resources, processes_of
 from gpu.spec import RunSpec
 from storage.errors import ActorLost, ResourceUnavailable
 from storage.local import LocalStore
@@ -101,6 +101,33 @@ async def test_a_run_on_ray_survives_the_death_of_each_of_its_processes(tmp_path
     assert processes_of(spec) == []
     with pytest.raises(ActorLost):
         await Remote("manager", find_actor(NAMESPACE, RUN, "manager")).status()
+
+
+async def test_a_manager_that_ended_with_an_error_but_still_answers_is_replaced_at_once(tmp_path: Path) -> None:
+    """Its name is still taken when its successor starts."""
+    spec = spec_of(tmp_path)
+    incarnations: list[int] = []
+    for reason in ("first", "second"):
+        manager, new = await RayCluster(spec).manager("flow-run")
+        assert new
+        incarnations.append((await manager.attach("flow-run", False, "here:1")).caller.incarnation)
+        with pytest.raises(Exception, match="await"):  # `fail` is no call for others: it answers nothing
+            await manager.fail(ValueError(reason))
+        condition = await manager.condition()
+        assert reason in condition.found
+    await RayCluster(spec).close()
+    assert incarnations == [1, 2]
+
+
+async def test_two_drivers_that_start_a_manager_at_once_share_it_or_one_is_told_so(tmp_path: Path) -> None:
+    spec = spec_of(tmp_path)
+    found = await asyncio.gather(*(RayCluster(spec).manager(owner) for owner in "ab"))
+    assert sorted(new for _, new in found) == [False, True]
+    # The later one had looked before the earlier one created it.
+    with pytest.raises(ActorLost, match="at the same moment"):
+        await start_actor(ManagerActor, spec, "manager", None, spec, "b", "start")
+    assert (await found[0][0].attach("a", False, "here:1")).caller.incarnation == 1
+    await RayCluster(spec).close()
 
 
 @pytest.mark.parametrize(
