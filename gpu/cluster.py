@@ -103,10 +103,6 @@ class ManagerActor(Hosted):
 
         return fetch
 
-    async def close_fleet(self) -> None:
-        """End all engines and workers."""
-        await self._fleet.stop()
-
 
 class RayLauncher:
     """Starts engines and workers for a manager's fleet."""

@@ -6,7 +6,7 @@ from storage.ledger import Policy
 
 
 class EngineControl:
-    """What the manager needs of whoever runs the engines. This one runs none: `activate` serves the version at once."""
+    """Whoever runs engines overrides all of it and calls `RolloutManager.serve`. This one runs none, so none serves."""
 
     names: tuple[str, ...] = ()
 
