@@ -11,7 +11,7 @@ from gpu.spec import RunSpec
 from storage.clock import Clock
 from storage.errors import ResourceUnavailable, RunExists, UnknownRun
 from storage.filesystem import Store
-from storage.opening import open_store, probe
+from storage.opening import open_store, probe, reach
 from storage.runs import RunInfo, RunPaths, check_fingerprints, create_run, make_run, open_run
 
 
@@ -25,7 +25,9 @@ def preflight(spec: RunSpec) -> RunInfo | None:
             expected="a store that every process of the run reaches",
             action="set storage.url to a folder or another shared place",
         )
-    return _existing(open_store(spec.storage_url), spec)
+    store = open_store(spec.storage_url)
+    reach(store, RunPaths(spec.run).root)
+    return _existing(store, spec)
 
 
 def _existing(store: Store, spec: RunSpec) -> RunInfo | None:

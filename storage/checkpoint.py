@@ -16,7 +16,7 @@ import numpy as np
 
 from storage.buffers import NamedBuffer, from_safetensors, to_safetensors
 from storage.errors import ArtifactCorrupt, ObjectExists, ObjectMissing, SchemaUnsupported
-from storage.filesystem import Bytes, Store
+from storage.filesystem import Bytes, Store, read_proven
 from storage.runs import RunPaths
 from storage.schema import SCHEMA
 
@@ -172,11 +172,14 @@ def read_manifest(store: Store, run: str, name: str, digest: str) -> Manifest:
 
 def _read_checked(store: Store, key: str, digest: str, size: int | None) -> bytes:
     try:
-        data = store.read(key)
+        return read_proven(store, key, lambda data: _checked(data, key, digest, size))
     except ObjectMissing as error:
         raise ArtifactCorrupt(
             f"{key} is missing", expected="an object of the checkpoint", action="restore it from a copy", code="missing"
         ) from error
+
+
+def _checked(data: bytes, key: str, digest: str, size: int | None) -> bytes:
     if size is not None and len(data) != size:
         raise ArtifactCorrupt(
             f"{key} has {len(data)} bytes", expected=f"{size} bytes", action="restore it from a copy", code="size"

@@ -131,6 +131,12 @@ class ArtifactCorrupt(TidegateError, ValueError):
     default_code = "artifact_corrupt"
 
 
+class SlotsRetired(TidegateError, LookupError):
+    """A journal slot was deleted because nothing needs it any more; what looks like the end is not."""
+
+    default_code = "slots_retired"
+
+
 class LedgerInvalid(TidegateError, ValueError):
     """The records of a journal contradict each other."""
 

@@ -11,12 +11,13 @@ files and in memory), so each store implements it with the primitive its medium 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable
+from typing import Protocol, TypeVar
 
 from storage.errors import ArtifactCorrupt, ObjectExists, ObjectMissing, PreconditionFailed
 
 Bytes = bytes | bytearray | memoryview
+T = TypeVar("T")
 
 
 class Store(Protocol):
@@ -28,6 +29,11 @@ class Store(Protocol):
 
     @property
     def url(self) -> str: ...
+
+    @property
+    def trouble(self) -> str:
+        """Why calls under way wait, "" while they do not."""
+        ...
 
     def create(self, key: str, data: Bytes) -> None:
         """Create `key` exclusively and durably. Raises `ObjectExists`."""
@@ -59,6 +65,15 @@ class Store(Protocol):
         Raises `PreconditionFailed`.
         """
         ...
+
+
+def read_proven(store: Store, key: str, prove: Callable[[bytes], T]) -> T:
+    """What `prove` makes of an object. A proof that fails is tried once more on bytes read again, because bits also
+    flip on the wire; then its `ArtifactCorrupt` is final. Raises `ObjectMissing`."""
+    try:
+        return prove(store.read(key))
+    except ArtifactCorrupt:
+        return prove(store.read(key))
 
 
 def check_key(key: str) -> str:

@@ -14,9 +14,10 @@ from typing import NamedTuple
 
 from storage import schema
 from storage.clock import Clock
-from storage.errors import ArtifactCorrupt, ObjectExists, ObjectMissing, RunFenced, TwoOwners
-from storage.filesystem import Store
+from storage.errors import ArtifactCorrupt, ObjectExists, ObjectMissing, RunFenced, SlotsRetired, TwoOwners
+from storage.filesystem import Store, read_proven
 from storage.ledger import Ledger
+from storage.low import check_not_retired
 from storage.runs import RunPaths
 from storage.schema import Record
 from storage.segment import GENESIS, Row, Segment, decode_segment, encode_segment, make_header
@@ -36,7 +37,7 @@ def read_segment(store: Store, run: str, slot: int) -> Segment | None:
     """The segment in `slot`, or None when the slot is free. Raises `ArtifactCorrupt`, `SchemaUnsupported`."""
     key = RunPaths(run).segment(slot)
     try:
-        segment = decode_segment(store.read(key), key)
+        segment = read_proven(store, key, lambda data: decode_segment(data, key))
     except ObjectMissing:
         return None
     if (segment.header.run, segment.header.slot) != (run, slot):
@@ -50,7 +51,8 @@ def read_segment(store: Store, run: str, slot: int) -> Segment | None:
 
 
 def read_journal(store: Store, run: str, tail: Tail | None = None) -> Iterator[Segment]:
-    """The segments from `tail` to the end, proving chain and sequence. Raises `ArtifactCorrupt`.
+    """The segments from `tail` to the end, proving chain and sequence. Raises `ArtifactCorrupt`, and `SlotsRetired`
+    when the journal does not reach back to `tail` any more.
 
     The end is found by probing forward, never by listing: a stale listing must not cut a journal.
     """
@@ -66,6 +68,7 @@ def read_journal(store: Store, run: str, tail: Tail | None = None) -> Iterator[S
             )
         yield segment
         tail = after(segment)
+    check_not_retired(store, run, tail.slot)
 
 
 def after(segment: Segment) -> Tail:
@@ -201,10 +204,25 @@ def store_frozen(store: Store, run: str, incarnation: int, frozen: Frozen) -> No
     try:
         store.create(key, frozen.data)
     except ObjectExists:
-        found = store.read(key)
-        if found == frozen.data:
-            return
-        raise _taken(decode_segment(found, key), incarnation, frozen.slot) from None
+        _raise_unless_ours(store, key, incarnation, frozen)
+
+
+def _raise_unless_ours(store: Store, key: str, incarnation: int, frozen: Frozen) -> None:
+    """The slot is taken: read who has it."""
+
+    def prove(data: bytes) -> Segment | None:
+        return None if data == frozen.data else decode_segment(data, key)
+
+    try:
+        segment = read_proven(store, key, prove)
+    except ObjectMissing as error:
+        raise RunFenced(
+            f"slot {frozen.slot} was taken by another writer and has been retired since",
+            expected=f"incarnation {incarnation} to be the newest",
+            action="stop; the newer incarnation owns the run",
+        ) from error
+    if segment is not None:
+        raise _taken(segment, incarnation, frozen.slot)
 
 
 def _taken(segment: Segment, incarnation: int, slot: int) -> RunFenced | TwoOwners:
@@ -243,7 +261,9 @@ def claim(
     """Become the writer of `run`: fold to the end, take the next slot with the next incarnation.
 
     `check` validates the folded ledger before anything is written; what it raises passes through.
-    A claimant that loses the slot folds what won it and tries the next one. `writer` must be unique per process.
+    A claimant that loses the slot folds what won it and tries the next one; one that slept while slots were retired
+    starts again, also when it won a slot that was deleted meanwhile. `writer` must be unique per process. Raises
+    `SlotsRetired` when the journal cannot be folded from its beginning.
     """
     ledger, tail = fold(store, run, num_siblings)
     while True:
@@ -251,13 +271,25 @@ def claim(
         frozen = _claim_segment(ledger, tail, run, owner, writer, reason, clock)
         try:
             store_frozen(store, run, ledger.incarnation + 1, frozen)
+            check_not_retired(store, run, frozen.slot)
+        except SlotsRetired:
+            ledger, tail = fold(store, run, num_siblings)
+            continue
         except (RunFenced, TwoOwners):
-            for segment in read_journal(store, run, tail):
-                fold_segment(ledger, segment)
-                tail = after(segment)
+            ledger, tail = _fold_on(store, run, num_siblings, ledger, tail)
             continue
         apply(ledger, tail.seq, schema.RunClaimed(ledger.incarnation + 1, owner, reason))
         return Claimed(ledger, Tail(frozen.slot + 1, frozen.last + 1, frozen.digest), ledger.incarnation)
+
+
+def _fold_on(store: Store, run: str, num_siblings: int, ledger: Ledger, tail: Tail) -> tuple[Ledger, Tail]:
+    try:
+        for segment in read_journal(store, run, tail):
+            fold_segment(ledger, segment)
+            tail = after(segment)
+        return ledger, tail
+    except SlotsRetired:
+        return fold(store, run, num_siblings)
 
 
 def _claim_segment(ledger: Ledger, tail: Tail, run: str, owner: str, writer: str, reason: str, clock: Clock) -> Frozen:

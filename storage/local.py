@@ -22,6 +22,8 @@ class LocalStore:
         self._fsync = fsync
         self._folders: set[Path] = set()
 
+    trouble = ""
+
     @property
     def url(self) -> str:
         return f"file://{self._root}"

@@ -16,6 +16,8 @@ class MemoryStore:
         self._objects: dict[str, bytes] = {}
         self._lock = threading.Lock()
 
+    trouble = ""
+
     @property
     def url(self) -> str:
         return self._url

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
-from storage.errors import ObjectMissing
+from storage.errors import ArtifactCorrupt, ObjectMissing
 from storage.filesystem import Store
 from storage.journal import read_segment
 from storage.ledger import Block
@@ -44,7 +44,10 @@ class PayloadReader:
         """All rows of a block. Raises `ReferenceInvalid`, `ArtifactCorrupt`."""
         rows = self._decoded.get(name)
         if rows is None:
-            rows = decode_block(self.block_bytes(name, block), block.digest, name)
+            try:
+                rows = decode_block(self.block_bytes(name, block), block.digest, name)
+            except ArtifactCorrupt:  # a bit may have flipped on the wire: once more, from the store
+                rows = decode_block(self._stored_bytes(name, block), block.digest, name)
             self.remember(name, rows)
         return rows
 
@@ -57,8 +60,9 @@ class PayloadReader:
     def block_bytes(self, name: str, block: Block) -> bytes:
         """The bytes of a stored block, not yet checked against its digest. Raises `ReferenceInvalid`."""
         data = self._hot(name)
-        if data is not None:
-            return data
+        return self._stored_bytes(name, block) if data is None else data
+
+    def _stored_bytes(self, name: str, block: Block) -> bytes:
         if not block.inline:
             try:
                 return self._store.read(RunPaths(self._run).block(name))

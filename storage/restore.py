@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from storage.buffers import NamedBuffer
 from storage.checkpoint import Manifest, read_buffers, read_manifest
-from storage.errors import RestoreRefused, TidegateError
+from storage.errors import RestoreRefused, StorageUnusable, StoreUnavailable, TidegateError
 from storage.filesystem import Store
 from storage.ledger import RETAINED_CHECKPOINTS, Block, Ledger, Step
 from storage.schema import CheckpointPublished
@@ -67,6 +67,8 @@ def load_base(store: Store, plan: RestorePlan, say: Callable[[str], None] = lamb
             manifest = read_manifest(store, plan.run, record.manifest, record.digest)
             say(f"op=restore phase=read step={record.step} bytes={record.size}")
             return Base(record.step, manifest, read_buffers(store, plan.run, manifest), rejected)
+        except (StoreUnavailable, StorageUnusable):
+            raise  # says nothing about the checkpoint
         except TidegateError as error:
             rejected.append(f"checkpoint of step {record.step}: {error}")
             say(f"op=restore phase=read step={record.step} decision=rejected reason={error}")

@@ -68,6 +68,7 @@ class RunPaths:
         self.root = f"runs/{run}"
         self.info = f"{self.root}/run.json"
         self.journal = f"{self.root}/journal"
+        self.low = f"{self.journal}/low"
         self.payload = f"{self.root}/payload"
         self.objects = f"{self.root}/objects"
         self.checkpoints = f"{self.root}/checkpoints"

@@ -15,7 +15,14 @@ from dataclasses import asdict, dataclass, field
 from storage import schema
 from storage.buffers import buffers_digest
 from storage.checkpoint import read_buffers, read_manifest
-from storage.errors import LineageInvalid, ReferenceInvalid, StalenessExceeded, TidegateError
+from storage.errors import (
+    LineageInvalid,
+    ReferenceInvalid,
+    StalenessExceeded,
+    StorageUnusable,
+    StoreUnavailable,
+    TidegateError,
+)
 from storage.filesystem import Store
 from storage.journal import fold_segment, read_journal
 from storage.ledger import Lease, Ledger
@@ -155,7 +162,8 @@ def _conflict(group: int, sibling: int, found: str, expected: str) -> ReferenceI
 
 
 def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: None) -> Report:
-    """Audit a whole run. Raises only what makes an audit impossible: `UnknownRun`, `SchemaUnsupported`, no storage."""
+    """Audit a whole run. Raises only what makes an audit impossible: `UnknownRun`, `SchemaUnsupported`, and a store
+    that does not answer."""
     info = open_run(store, run)
     auditor = Auditor(store, info)
     report = Report(run, staleness_bound=info.staleness)
@@ -168,6 +176,8 @@ def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: Non
                 say(f"op=verify phase=journal segments={report.segments} step={auditor.ledger.step}")
             if sound:
                 sound = _try(report, lambda segment=segment: auditor.audit(segment))
+    except (StoreUnavailable, StorageUnusable):
+        raise
     except TidegateError as error:
         report.problems.append(str(error))
     if sound:
@@ -181,6 +191,8 @@ def _try(report: Report, check: Callable[[], None]) -> bool:
     try:
         check()
         return True
+    except (StoreUnavailable, StorageUnusable):
+        raise  # an audit that could not read has found nothing
     except TidegateError as error:
         report.problems.append(str(error))
         return False

@@ -47,6 +47,11 @@ class Committer:
         self.stalled = ""
         self.segments = 0
 
+    @property
+    def waits_for(self) -> str:
+        """Why the journal does not get on, "" while it does."""
+        return self.stalled or self._store.trouble
+
     def appended(self) -> None:
         """Records were appended."""
         self._kick.notify()

@@ -1,20 +1,15 @@
-"""The contract every store keeps; a new store subclasses `StoreContract`."""
+"""Memory and local files: the contract, and what is special to each."""
 
 from __future__ import annotations
 
 import errno
 import os
-import threading
 from pathlib import Path
 
 import pytest
 
 from storage.errors import (
-    ArtifactCorrupt,
     CommitUnknown,
-    ObjectExists,
-    ObjectMissing,
-    PreconditionFailed,
     StorageUnusable,
     StoreUnavailable,
 )
@@ -22,118 +17,7 @@ from storage.filesystem import Bytes, Store
 from storage.local import LocalStore
 from storage.memory import MemoryStore
 from storage.opening import open_store, probe
-
-
-class StoreContract:
-    @pytest.fixture
-    def store(self, tmp_path: Path) -> Store:
-        raise NotImplementedError
-
-    def test_an_object_reads_back_whole_and_in_ranges(self, store: Store) -> None:
-        store.create("a/b", b"0123456789")
-        assert store.read("a/b") == b"0123456789"
-        assert store.read("a/b", 3) == b"3456789"
-        assert store.read("a/b", 3, 5) == b"34"
-        assert store.size("a/b") == 10
-
-    def test_buffers_of_every_kind_are_accepted(self, store: Store) -> None:
-        for name, data in {"bytes": b"x", "bytearray": bytearray(b"x"), "memoryview": memoryview(b"x")}.items():
-            store.create(f"k/{name}", data)
-            assert store.read(f"k/{name}") == b"x"
-
-    def test_creation_is_exclusive_and_leaves_the_first_content(self, store: Store) -> None:
-        store.create("a", b"first")
-        with pytest.raises(ObjectExists) as caught:
-            store.create("a", b"second")
-        assert isinstance(caught.value, FileExistsError)
-        assert store.read("a") == b"first"
-
-    def test_an_empty_object_is_exclusive_too(self, store: Store) -> None:
-        store.create("a", b"first")
-        with pytest.raises(ObjectExists):
-            store.create("a", b"")
-        assert store.read("a") == b"first"
-
-    def test_of_many_racing_creators_exactly_one_wins(self, store: Store) -> None:
-        for round_ in range(20):
-            won: list[bytes] = []
-            barrier = threading.Barrier(8)
-
-            def create(
-                name: bytes, won: list[bytes] = won, barrier: threading.Barrier = barrier, r: int = round_
-            ) -> None:
-                barrier.wait()
-                try:
-                    store.create(f"race/{r}", name)
-                    won.append(name)
-                except ObjectExists:
-                    return
-
-            threads = [threading.Thread(target=create, args=(str(i).encode() * 1000,)) for i in range(8)]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert len(won) == 1
-            assert store.read(f"race/{round_}") == won[0]
-
-    def test_a_missing_object_is_a_typed_error(self, store: Store) -> None:
-        with pytest.raises(ObjectMissing) as caught:
-            store.read("nothing")
-        assert isinstance(caught.value, FileNotFoundError)
-        assert store.size("nothing") is None
-
-    def test_listing_sees_what_lies_below_a_folder_only(self, store: Store) -> None:
-        for key in ("a/1", "a/b/2", "ab/3"):
-            store.create(key, b"x")
-        assert sorted(store.list("a")) == ["a/1", "a/b/2"]
-        assert store.list("nothing") == []
-
-    def test_deleting_is_idempotent(self, store: Store) -> None:
-        store.create("a/1", b"x")
-        assert store.delete(["a/1", "a/2"]) == []
-        assert store.size("a/1") is None
-
-    def test_swap_replaces_only_what_was_read(self, store: Store) -> None:
-        token = store.swap("low", b"1", None)
-        with pytest.raises(PreconditionFailed):
-            store.swap("low", b"2", None)
-        assert store.read_versioned("low") == (b"1", token)
-        second = store.swap("low", b"2", token)
-        with pytest.raises(PreconditionFailed):
-            store.swap("low", b"3", token)
-        assert store.read_versioned("low") == (b"2", second)
-
-    def test_no_swap_is_lost_under_contention(self, store: Store) -> None:
-        store.swap("counter", b"0", None)
-
-        def add() -> None:
-            for _ in range(10):
-                while True:
-                    value, token = store.read_versioned("counter")
-                    try:
-                        store.swap("counter", str(int(value) + 1).encode(), token)
-                        break
-                    except PreconditionFailed:
-                        continue
-
-        threads = [threading.Thread(target=add) for _ in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert store.read("counter") == b"40"
-
-    @pytest.mark.parametrize("key", ["", "/a", "a//b", "../a", "a/../b", "a/.", "a\\b", "a\0b"])
-    def test_keys_that_leave_the_store_are_refused(self, store: Store, key: str) -> None:
-        with pytest.raises(ArtifactCorrupt, match="path_outside"):
-            store.create(key, b"x")
-        with pytest.raises(ArtifactCorrupt, match="path_outside"):
-            store.read(key)
-
-    def test_the_probe_accepts_it_and_leaves_nothing(self, store: Store) -> None:
-        probe(store, "runs/x")
-        assert store.list("runs") == []
+from tests.storage.contract import StoreContract
 
 
 class TestMemory(StoreContract):

@@ -1,0 +1,401 @@
+"""A store on S3: conditional puts of whole objects through s3fs.
+
+Each write is one PUT of frozen bytes: exclusive by `If-None-Match: *`, verified by the sha256 that travels with it.
+s3fs and botocore do not retry here; this store does, with full jitter and a total deadline. It never takes its own lost
+reply for a refusal: each call marks its object, and "exists" with that mark is success. That covers tries that nobody
+sees, too: aiohttp repeats a PUT by itself when a kept connection turns out to be closed, and so may a load balancer.
+Nothing is streamed, so a writer that fails publishes nothing, and there are no multipart uploads to leave behind.
+"""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+# (s3fs and fsspec have no stubs)
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import hashlib
+import logging
+import os
+import random
+import threading
+import time
+import uuid
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import cache
+from typing import Any, TypeVar, cast
+
+from fsspec.asyn import sync
+
+from storage.clock import Clock, SystemClock
+from storage.credentials import resolve
+from storage.errors import CommitUnknown, StorageUnusable, StoreUnavailable, TidegateError
+from storage.filesystem import Bytes, check_key, exists, missing, precondition
+from storage.s3_location import S3Location
+from storage.s3_outcome import Meaning, Verdict, meaning
+
+SEND_AT_ONCE_BYTES = 1 << 20
+MARK = "tidegate-write"
+"""Metadata of an object: which call wrote it."""
+
+log = logging.getLogger(__name__)
+T = TypeVar("T")
+Request = Callable[[Any], Awaitable[T]]
+"""A request on an s3fs file system, on its event loop."""
+
+
+@dataclass(frozen=True, slots=True)
+class S3Limits:
+    """Seconds: `deadline_s` bounds a whole call, `request_s` one request of it (plus its bytes at `slowest_bytes_s`, by
+    which both grow), `connect_s` its connection. Between tries lie up to `backoff_s`. `page`: keys per list or delete
+    request."""
+
+    deadline_s: float = 60.0
+    request_s: float = 15.0
+    connect_s: float = 5.0
+    backoff_s: float = 5.0
+    slowest_bytes_s: float = 1 << 20
+    connections: int = 16
+    page: int = 1000
+
+
+@dataclass
+class _Trying:
+    """One call: its deadline, its tries, and whether one of them may have been applied."""
+
+    deadline: float
+    allowance: float
+    tries: int = 0
+    unclear: bool = False
+    refreshed: bool = False
+    last: Meaning = field(default_factory=lambda: Meaning(Verdict.LATER, "store_unavailable", "not tried"))
+
+
+class S3Store:
+    """See the module. Thread-safe; a forked or unpickled copy connects anew. `sleep` and `dice` pace the retries."""
+
+    def __init__(
+        self,
+        location: S3Location,
+        limits: S3Limits | None = None,
+        *,
+        clock: Clock | None = None,
+        sleep: Callable[[float], None] = time.sleep,
+        dice: random.Random | None = None,
+    ) -> None:
+        self._location, self._limits = location, limits or S3Limits()
+        self._clock, self._sleep = clock or SystemClock(), sleep
+        self._dice = dice or random.Random()
+        self.trouble = ""
+        self._fs: Any = None
+        self._pid = 0
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"S3Store({self.url!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (S3Store, (self._location, self._limits))
+
+    @property
+    def url(self) -> str:
+        return self._location.url
+
+    def patient(self, deadline_s: float) -> S3Store:
+        """The same store whose calls end after `deadline_s`."""
+        brief = replace(self._limits, deadline_s=deadline_s, request_s=min(self._limits.request_s, deadline_s))
+        return S3Store(self._location, brief, clock=self._clock, sleep=self._sleep, dice=self._dice)
+
+    # ------------------------------------------------------------------ the store's contract
+
+    def create(self, key: str, data: Bytes) -> None:
+        self._put(key, bytes(data), {"IfNoneMatch": "*"}, lambda: exists(key, self.url))
+
+    def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+        if end is not None and end <= start:
+            if self.size(key) is None:
+                raise missing(key, self.url)
+            return b""
+        span = {} if (start, end) == (0, None) else {"Range": f"bytes={start}-{'' if end is None else end - 1}"}
+        return self._get(key, span)[0]
+
+    def size(self, key: str) -> int | None:
+        found = self._head(key)
+        return None if found is None else int(found["ContentLength"])
+
+    def _head(self, key: str) -> dict[str, Any] | None:
+        async def head(fs: Any) -> dict[str, Any]:
+            return await fs._call_s3("head_object", **self._place(key))
+
+        trying = self._begin(0)
+        while True:
+            try:
+                return self._request(trying, head)
+            except Exception as error:  # noqa: BLE001 - classified; what is not known is raised typed
+                if self._judge(trying, error, key).verdict is Verdict.MISSING:
+                    return None
+                self._again(trying, key)
+
+    def list(self, prefix: str) -> list[str]:
+        folder = self._location.key(check_key(prefix.rstrip("/"))) + "/"
+        cut = len(self._location.key("x")) - 1
+        keys: list[str] = []
+        token: str | None = None
+        while True:
+            page = self._page(folder, token)
+            keys += [found["Key"][cut:] for found in page.get("Contents", ()) if not found["Key"].endswith("/")]
+            token = page.get("NextContinuationToken")
+            if not token:
+                return keys
+
+    def _page(self, folder: str, token: str | None) -> dict[str, Any]:
+        more = {"MaxKeys": self._limits.page, **({"ContinuationToken": token} if token else {})}
+
+        async def page(fs: Any) -> dict[str, Any]:
+            return await fs._call_s3("list_objects_v2", Bucket=self._location.bucket, Prefix=folder, **more)
+
+        return self._repeat(page, folder)
+
+    def delete(self, keys: Iterable[str]) -> list[str]:
+        wanted = [check_key(key) for key in keys]
+        size = self._limits.page
+        return [key for at in range(0, len(wanted), size) for key in self._delete(wanted[at : at + size])]
+
+    def _delete(self, keys: list[str]) -> list[str]:
+        names = {self._location.key(key): key for key in keys}
+
+        async def delete(fs: Any) -> dict[str, Any]:
+            listed = {"Objects": [{"Key": name} for name in names], "Quiet": True}
+            return await fs._call_s3("delete_objects", Bucket=self._location.bucket, Delete=listed)
+
+        answer = self._repeat(delete, keys[0])
+        # A bulk delete answers 200 and reports what it could not delete inside.
+        return [names[failed["Key"]] for failed in answer.get("Errors", ()) if failed.get("Code") != "NoSuchKey"]
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        return self._get(key, {})
+
+    def swap(self, key: str, data: Bytes, token: str | None) -> str:
+        condition = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
+        return self._put(key, bytes(data), condition, lambda: precondition(key))
+
+    # ------------------------------------------------------------------ writing
+
+    def _put(self, key: str, data: bytes, condition: dict[str, str], refusal: Callable[[], TidegateError]) -> str:
+        """One conditional PUT, repeated with the same bytes until its outcome is known; returns the ETag."""
+        checksum = base64.b64encode(hashlib.sha256(data).digest()).decode()
+        mark = uuid.uuid4().hex
+        body = {"Body": data, "ChecksumSHA256": checksum, "Metadata": {MARK: mark}}
+
+        async def put(fs: Any) -> dict[str, Any]:
+            return await fs._call_s3("put_object", **self._place(key), **body, **condition)
+
+        trying = self._begin(len(data))
+        while True:
+            try:
+                answer = self._request(trying, put)
+            except Exception as error:
+                found = self._judge(trying, error, key)
+                if found.verdict in (Verdict.PRECONDITION, Verdict.MISSING):
+                    etag = self._ours(trying, key, mark)
+                    if etag is None:
+                        raise refusal() from error
+                    return etag
+                self._again(trying, key, write=True)
+            else:
+                self._check_stored(key, data, checksum, answer)
+                return str(answer["ETag"])
+
+    def _ours(self, trying: _Trying, key: str, mark: str) -> str | None:
+        """After a refusal: the object's ETag if it is this very call that has stored it."""
+        try:
+            found = self._head(key)
+        except StoreUnavailable as error:
+            raise self._unknown(trying, key) from error
+        ours = found is not None and found.get("Metadata", {}).get(MARK) == mark
+        return str(found["ETag"]) if found is not None and ours else None
+
+    def _check_stored(self, key: str, data: bytes, checksum: str, answer: dict[str, Any]) -> None:
+        """The store says which bytes it has: by their sha256, by their MD5, or they are read back."""
+        if answer.get("ChecksumSHA256") == checksum:
+            return
+        if str(answer.get("ETag", "")).strip('"') == hashlib.md5(data, usedforsecurity=False).hexdigest():
+            return
+        if self._get(key, {})[0] != data:
+            raise StorageUnusable(
+                f"{self.url} stored other bytes than were sent for {key!r}",
+                expected="a store that keeps what it accepts",
+                action="use another store; look for a proxy that changes bodies",
+                code="upload_altered",
+            )
+
+    # ------------------------------------------------------------------ reading
+
+    def _get(self, key: str, span: dict[str, str]) -> tuple[bytes, str]:
+        async def get(fs: Any) -> tuple[bytes, str]:
+            found = await fs._call_s3("get_object", **self._place(key), **span)
+            async with found["Body"] as body:
+                data = await body.read()
+            if len(data) != int(found["ContentLength"]):
+                raise asyncio.IncompleteReadError(data, int(found["ContentLength"]))
+            return data, str(found["ETag"])
+
+        trying = self._begin(0)
+        while True:
+            try:
+                return self._request(trying, get)
+            except Exception as error:
+                found = self._judge(trying, error, key)
+                if found.verdict is Verdict.MISSING:
+                    raise missing(key, self.url) from error
+                if found.verdict is Verdict.RANGE:
+                    return b"", ""
+                self._again(trying, key)
+
+    # ------------------------------------------------------------------ tries
+
+    def _place(self, key: str) -> dict[str, str]:
+        return {"Bucket": self._location.bucket, "Key": self._location.key(check_key(key))}
+
+    def _begin(self, size: int) -> _Trying:
+        allowance = size / self._limits.slowest_bytes_s
+        return _Trying(self._clock.monotonic() + self._limits.deadline_s + allowance, allowance)
+
+    def _repeat(self, request: Request[T], key: str) -> T:
+        """An idempotent request without an answer of its own for "missing"."""
+        trying = self._begin(0)
+        while True:
+            try:
+                return self._request(trying, request)
+            except Exception as error:
+                found = self._judge(trying, error, key)
+                if found.verdict not in (Verdict.LATER, Verdict.UNKNOWN, Verdict.EXPIRED):
+                    raise self._unusable(found) from error
+                self._again(trying, key)
+
+    def _request(self, trying: _Trying, request: Request[T]) -> T:
+        """One request, bounded. A PUT that is cut off may still be applied."""
+        trying.tries += 1
+        filesystem = self._connect()
+        left = trying.deadline - self._clock.monotonic()
+        seconds = max(0.05, min(self._limits.request_s + trying.allowance, left))
+
+        async def bounded() -> T:
+            async with asyncio.timeout(seconds):
+                return await request(filesystem)
+
+        done = cast("T", sync(filesystem.loop, bounded))
+        self.trouble = ""
+        return done
+
+    def _judge(self, trying: _Trying, error: Exception, key: str) -> Meaning:
+        """Note what a failed try means. Raises `StorageUnusable`, and errors that are no answer of a store."""
+        if isinstance(error, TidegateError):
+            raise error
+        found = trying.last = meaning(error)
+        if found.verdict is Verdict.UNUSABLE:
+            raise self._unusable(found) from error
+        trying.unclear |= found.verdict is Verdict.UNKNOWN
+        return found
+
+    def _again(self, trying: _Trying, key: str, *, write: bool = False) -> None:
+        """Wait before the next try, or raise what is known at the deadline."""
+        found = trying.last
+        if found.verdict is Verdict.EXPIRED and not trying.refreshed:
+            trying.refreshed = True
+            self._disconnect()
+            return
+        pause = self._dice.random() * min(self._limits.backoff_s, 0.1 * 2.0**trying.tries)
+        if self._clock.monotonic() + pause < trying.deadline:
+            self.trouble = f"{key}: try {trying.tries} failed: {found.found}"
+            log.info(
+                "op=store decision=retry pause=%.2f key=%s try=%d reason=%s", pause, key, trying.tries, found.found
+            )
+            self._sleep(pause)
+            return
+        if write and trying.unclear:
+            raise self._unknown(trying, key)
+        raise StoreUnavailable(
+            f"{found.found} for {key!r} in {self.url}, {trying.tries} tries",
+            expected=f"an answer within {self._limits.deadline_s:.0f} s",
+            action=found.action or "repair the store or the way to it; the same call may be repeated",
+            code=found.code,
+        )
+
+    def _unknown(self, trying: _Trying, key: str) -> CommitUnknown:
+        return CommitUnknown(
+            f"{trying.last.found} for {key!r} in {self.url}, {trying.tries} tries; it may be stored",
+            expected=f"an answer within {self._limits.deadline_s:.0f} s",
+            action="repair the store or the way to it; the writer repeats the same bytes until it knows",
+        )
+
+    def _unusable(self, found: Meaning) -> StorageUnusable:
+        return StorageUnusable(
+            f"{found.found} at {self.url}",
+            expected="an S3 bucket that this identity may read and write",
+            action=found.action or "check the storage url",
+            code=found.code,
+        )
+
+    # ------------------------------------------------------------------ the connection
+
+    def _connect(self) -> Any:
+        with self._lock:
+            if self._fs is None or self._pid != os.getpid():
+                self._fs, self._pid = self._open(), os.getpid()
+            return self._fs
+
+    def _disconnect(self) -> None:
+        """The next request asks for credentials anew."""
+        with self._lock:
+            self._fs = None
+
+    def _open(self) -> Any:
+        import s3fs  # takes a second, and a run on a file system needs none of it
+        from aiobotocore.session import get_session
+
+        session = get_session()
+        session.register_component("data_loader", _service_model())
+        where, limits = self._location, self._limits
+        keys: dict[str, Any] = {}
+        if where.credentials:
+            found = resolve(where.credentials)
+            keys = {"key": found.key, "secret": found.secret, "token": found.token}
+        filesystem = s3fs.S3FileSystem(
+            endpoint_url=where.endpoint or None,
+            client_kwargs={"region_name": where.region} if where.region else {},
+            config_kwargs={
+                "connect_timeout": limits.connect_s,
+                "read_timeout": limits.request_s,
+                "max_pool_connections": limits.connections,
+                "retries": {"total_max_attempts": 1, "mode": "standard"},
+                # The sha256 that each PUT carries protects it; signing hashes the body a second time on the event loop.
+                "s3": {"payload_signing_enabled": False},
+                "request_checksum_calculation": "when_required",
+                "response_checksum_validation": "when_supported",
+            },
+            use_listings_cache=False,  # it never expires, and hides what other processes write
+            skip_instance_cache=True,
+            session=session,
+            **keys,
+        )
+        filesystem.retries = 1
+        client: Any = filesystem.s3
+        client.meta.events.register_last("before-call.s3.PutObject", _send_at_once)
+        return filesystem
+
+
+@cache
+def _service_model() -> Any:
+    """The description of the S3 API, which takes longer to read than most requests; it holds no state of a store."""
+    from botocore.loaders import create_loader
+
+    return create_loader()
+
+
+def _send_at_once(params: dict[str, Any], **_: object) -> None:
+    """A small body is sent with its header: waiting for `100 Continue` first would double each commit's latency."""
+    if len(params["body"].getbuffer()) <= SEND_AT_ONCE_BYTES:
+        params["headers"].pop("Expect", None)

@@ -1,0 +1,94 @@
+"""Real S3 servers for tests, each a process of its own on loopback, started and stopped by process id."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Generator, Mapping
+from pathlib import Path
+
+from flows.seaweed import S3Server, create_bucket, plan_seaweed
+from flows.stack import free_port, tool
+
+
+@contextlib.contextmanager
+def process(command: list[str], log: Path, environment: Mapping[str, str]) -> Generator[subprocess.Popen[bytes]]:
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as out:
+        one = subprocess.Popen(
+            command, env={**os.environ, **environment}, stdout=out, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+    try:
+        yield one
+    finally:
+        for sign in (signal.SIGCONT, signal.SIGKILL):  # test data only: nothing to close in order
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(one.pid, sign)
+        one.wait(10)
+
+
+def alive(one: subprocess.Popen[bytes], log: Path) -> None:
+    assert one.poll() is None, log.read_text(errors="replace")[-1000:]
+
+
+@contextlib.contextmanager
+def seaweed(folder: Path) -> Generator[tuple[S3Server, subprocess.Popen[bytes]]]:
+    """SeaweedFS with an empty bucket."""
+    plan = plan_seaweed(folder / "data", tool("weed"))
+    log = folder / "weed.log"
+    try:
+        with process(plan.command, log, plan.environment) as one:
+            create_bucket(plan.server, lambda: alive(one, log))
+            yield plan.server, one
+    finally:
+        shutil.rmtree(plan.sockets, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def moto(folder: Path) -> Generator[S3Server]:
+    """The moto server: in memory, an implementation of its own; it checks neither signatures nor checksums."""
+    port = free_port()
+    server = S3Server(f"http://127.0.0.1:{port}", "testing", "testing")
+    log = folder / "moto.log"
+    with process([tool("moto_server"), "-H", "127.0.0.1", "-p", str(port)], log, server.environment) as one:
+        create_bucket(server, lambda: alive(one, log))
+        yield server
+
+
+@contextlib.contextmanager
+def rclone(folder: Path) -> Generator[S3Server]:
+    """`rclone serve s3`: accepts conditional headers and ignores them."""
+    port = free_port()
+    server = S3Server(f"http://127.0.0.1:{port}", "rclonekey", "rclonesecret")
+    (folder / "data").mkdir(parents=True)
+    command = [
+        tool("rclone"), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--auth-key", f"{server.key},{server.secret}",
+        "--config", "/dev/null", str(folder / "data"),
+    ]  # fmt: skip
+    log = folder / "rclone.log"
+    with process(command, log, {}) as one:
+        create_bucket(server, lambda: alive(one, log))
+        yield server
+
+
+@contextlib.contextmanager
+def deaf() -> Generator[str]:
+    """An endpoint that accepts connections and never answers."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen(16)
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+
+
+def wait_for(condition: object, seconds: float = 20.0) -> None:
+    """Wait for `condition()`; a test that waits in vain fails."""
+    deadline = time.monotonic() + seconds
+    while not condition():  # type: ignore[operator]
+        assert time.monotonic() < deadline, "the moment did not come"
+        time.sleep(0.01)
