@@ -2,11 +2,13 @@
 
     tidegate train   --config run.json [--set training.steps=10]    run the flow here
     tidegate resume  RUN [--storage URL]                            go on with a run, from its own settings
+                         [--take-over]                              also when another flow run drives it (train as well)
     tidegate status  RUN                                            what a live run waits for; else where storage stands
     tidegate verify  RUN                                            prove the run from storage alone
     tidegate inspect RUN [--step N | --group N]                     look into storage
 
-Exit codes: 0 fine, 1 a fault or a run that is not sound, 2 your input (nothing was written).
+Exit codes: 0 fine, 1 a fault, a run that is not sound, or one that somebody newer drives, 2 your input (nothing was
+written).
 """
 
 from __future__ import annotations
@@ -31,11 +33,12 @@ from gpu.prepare import preflight
 from storage import inspection
 from storage.errors import ConfigurationRefused, TidegateError, UnknownRun
 from storage.filesystem import Store
-from storage.opening import open_store
+from storage.opening import open_store, reach
 from storage.runs import open_run
 from storage.verify import verify
 
 DEFAULT_STORAGE = RunConfig().storage.url
+TAKE_OVER = "take the run away from another flow run that drives it now; that one ends as RunFenced"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,8 +70,10 @@ def _parser() -> argparse.ArgumentParser:
     train = add("train", _train, "run the training flow in this process", named=False)
     train.add_argument("--config", type=Path, help="a RunConfig as JSON; defaults otherwise")
     train.add_argument("--set", action="append", default=[], metavar="PATH=JSON", help="e.g. --set training.steps=10")
+    train.add_argument("--take-over", action="store_true", help=TAKE_OVER)
     resume = add("resume", _resume, "go on with a run, from the settings it was started with")
     resume.add_argument("--set", action="append", default=[], metavar="PATH=JSON")
+    resume.add_argument("--take-over", action="store_true", help=TAKE_OVER)
     add("status", _status, "what every component of a run waits for")
     add("verify", _verify, "prove a run from storage alone; exit code 1 when it is not sound")
     inspect = add("inspect", _inspect, "look into a run's storage")
@@ -114,7 +119,7 @@ def _train(parsed: argparse.Namespace) -> int:
         raise ConfigurationRefused(
             f"{parsed.config}: {error.strerror}", expected="a readable file", action="check the path"
         ) from error
-    return _run_flow(load_config(text, parsed.set))
+    return _run_flow(load_config(text, parsed.set), parsed.take_over)
 
 
 def _resume(parsed: argparse.Namespace) -> int:
@@ -122,14 +127,18 @@ def _resume(parsed: argparse.Namespace) -> int:
     info = open_run(store, parsed.name)
     values: dict[str, Any] = {**info.settings, "run": parsed.name}
     values["storage"] = {**values.get("storage", {}), "url": store.url}
-    return _run_flow(load_config(json.dumps(values), parsed.set))
+    return _run_flow(load_config(json.dumps(values), parsed.set), parsed.take_over)
 
 
-def _run_flow(config: RunConfig) -> int:
+def _run_flow(config: RunConfig, take_over: bool) -> int:
     preflight(config.spec(config.run or "new"))
-    from flows.train import train  # Prefect takes seconds to import, and nothing wrong should wait for that
+    from flows.fenced import Superseded  # Prefect takes seconds to import, and nothing wrong should wait for that
+    from flows.train import train
 
-    asyncio.run(train(config))
+    try:
+        asyncio.run(train(config, take_over=take_over))
+    except Superseded as ended:
+        raise ended.error from ended
     return 0
 
 
@@ -137,7 +146,9 @@ def _run_flow(config: RunConfig) -> int:
 
 
 def _store(parsed: argparse.Namespace) -> Store:
-    return open_store(parsed.storage)
+    store = open_store(parsed.storage)
+    reach(store, "runs")
+    return store
 
 
 def _status(parsed: argparse.Namespace) -> int:

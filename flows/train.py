@@ -16,13 +16,13 @@ from typing import Any
 from prefect import flow, task
 from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging import get_logger, get_run_logger
-from prefect.runtime import flow_run as this_run
 
 from flows.config import RunConfig
+from flows.fenced import Attempt, settle
 from gpu.cluster import RayCluster, check_resources, connect, release_owner
 from gpu.prepare import preflight
 from gpu.spec import RunSpec
-from storage.errors import TidegateError
+from storage.errors import ActorLost, TidegateError
 from storage.inspection import steps as committed_steps
 from storage.opening import open_store
 from tasks.admission import hold_admission, release_admission
@@ -30,7 +30,7 @@ from tasks.drain import drain_rollouts
 from tasks.optimize import lease_batch, prefetch_batch, train_batch
 from tasks.publish import check_saved, finish_upload, publish_checkpoint, unsaved
 from tasks.report import Progress, publish_curve, resume_report, reward_curve
-from tasks.run import Opened, claim_run, finish_run, restore_trainer
+from tasks.run import Opened, claim_run, finish_run, restore_trainer, why_lost
 from tasks.session import PHASE, begin, session
 from tasks.watch import watched
 from tasks.weights import update_weights
@@ -107,7 +107,8 @@ async def save_last(phases: Phases, step: int) -> None:
 async def release_holds(flow: object, flow_run: FlowRun, state: State) -> None:
     """Hook of a flow run that failed, crashed or was cancelled, usually in another process: release what it held.
 
-    Best effort and bounded; the hold's own deadline is behind it.
+    Best effort and bounded; the hold's own deadline is behind it. Nothing is released while a driver of the flow run
+    may live: the process that ended may be an older one.
     """
     logger = get_logger("tidegate.hooks")
     config = RunConfig.model_validate(flow_run.parameters.get("config") or {})
@@ -134,10 +135,23 @@ def run_name(config: RunConfig, flow_run_id: str) -> str:
     on_crashed=[release_holds],
     on_cancellation=[release_holds],
 )
-async def train(config: RunConfig = DEFAULTS) -> dict[str, Any]:
-    """Train a run to its end, or resume it: a retried flow run goes on where the journal stands."""
+async def train(config: RunConfig = DEFAULTS, take_over: bool = False) -> dict[str, Any] | State[Any]:
+    """Train a run to its end, or resume it: a retried flow run goes on where the journal stands.
+
+    Args:
+        config: The run; one of the same name is resumed.
+        take_over: Take the run away from another flow run that drives it, which then ends as RunFenced for good.
+    """
+    attempt = Attempt.current()
+    return await settle(attempt, whole_run(config, take_over, attempt))
+
+
+async def whole_run(config: RunConfig, take_over: bool, attempt: Attempt) -> dict[str, Any]:
+    """What one attempt of a flow run does. Raises `RunFenced` when somebody newer drives the run, `RunBusy` when
+    another flow run does and `take_over` does not say so."""
     logger = get_run_logger()
-    owner = str(this_run.id)
+    await attempt.refuse_fenced()
+    owner = str(attempt.flow_run)
     run = run_name(config, owner)
     for warning in config.check():
         logger.warning(warning)
@@ -146,13 +160,15 @@ async def train(config: RunConfig = DEFAULTS) -> dict[str, Any]:
     connect(spec.ray_address, spec.namespace)
     check_resources(spec)
     begin()
-    opened = await claim_run(spec, RayCluster(spec), owner)
+    opened = await claim_run(spec, RayCluster(spec), owner, take_over, attempt.number)
     if opened.finished:
         logger.info("op=train run=%s decision=nothing_to_do reason=finished: %s", run, opened.finished)
         await RayCluster(spec).close()
         return {"run": run, "finished": opened.finished}
     try:
         done = await watched(session(), drive(spec, opened, config.flow.steps_per_task))
+    except ActorLost as error:
+        raise await why_lost(session(), error) from error
     finally:
         with contextlib.suppress(TidegateError):
             await release_admission.fn(0)

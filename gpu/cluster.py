@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import os
 import signal
@@ -23,7 +24,9 @@ from gpu.actors import (
     find_actor,
     start_actor,
 )
+from gpu.fence import until_fenced
 from gpu.fleet import Fleet
+from gpu.place import may_live
 from gpu.prepare import claim_manager
 from gpu.spec import RunSpec
 from storage.clock import SystemClock
@@ -81,20 +84,41 @@ def check_resources(spec: RunSpec) -> None:
             )
 
 
+FAREWELL_S = 3.0
+"""So long a fenced manager still answers: whoever waits for it is told why it ends."""
+
+
 class ManagerActor(Hosted):
-    """The manager with its fleet. The fleet's processes are detached too: a dead manager's successor stops them."""
+    """The manager with its fleet. The fleet's processes are detached too: a dead manager's successor stops them. A
+    fenced manager has no successor here, so it stops them itself."""
 
     async def make(self, *args: Any) -> int:
         """Claim the run; returns the incarnation."""
         spec, owner, reason = args
-        manager = await asyncio.to_thread(
-            claim_manager, open_store(spec.storage_url), spec, SystemClock(), owner, reason
-        )
+        store = open_store(spec.storage_url)
+        manager = await asyncio.to_thread(claim_manager, store, spec, SystemClock(), owner, reason)
         self.target = manager
         manager.start()
         self._fleet = Fleet(manager, RayLauncher(spec, manager.incarnation), self._weights(spec), spec.fleet)
         self._fleet.start()
+        self._end = asyncio.create_task(self._end_when_fenced(spec, until_fenced(
+            manager, store, spec.run, spec.steps.alive_s / 3
+        )))  # fmt: skip
         return manager.incarnation
+
+    async def _end_when_fenced(self, spec: RunSpec, fenced: Coroutine[Any, Any, None]) -> None:
+        """The newer incarnation lives elsewhere: nothing of this one may stay on its GPUs. Where a newer manager has
+        this one's name, the trainer is that one's."""
+        await fenced
+        log.error("op=fence run=%s decision=end reason=%s", spec.run, self.target.callers.fatal)
+        await self._fleet.stop()
+        await asyncio.sleep(FAREWELL_S)
+        me = ray.get_runtime_context()
+        with contextlib.suppress(ActorLost):
+            named = find_actor(spec.namespace, spec.run, "manager")
+            if named._actor_id.hex() == me.get_actor_id():
+                stop_actor(spec, "trainer")
+        ray.kill(me.current_actor)
 
     @staticmethod
     def _weights(spec: RunSpec) -> Callable[[str], Coroutine[Any, Any, object]]:
@@ -146,9 +170,13 @@ def processes_of(spec: RunSpec) -> list[str]:
 
 
 async def release_owner(namespace: str, run: str, owner: str) -> list[int]:
-    """Release the holds of a run's dead driver, if there is a living manager."""
+    """Release the holds of a run's dead driver, if there is a living manager. A flow run whose older process ended may
+    have a newer one that drives on: its holds stay."""
     try:
-        return await Remote("manager", find_actor(namespace, run, "manager")).release_owner(owner)
+        manager = Remote("manager", find_actor(namespace, run, "manager"))
+        if may_live((await manager.status())["driver_place"]):
+            return []
+        return await manager.release_owner(owner)
     except ActorLost:
         return []
 

@@ -5,18 +5,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
-import socket
 from typing import Any, Protocol
 
 import msgspec
 from prefect import task
 
+from gpu.fence import fence_of
+from gpu.place import this_place
 from gpu.rollout.calls import Attached
 from gpu.rollout.signal import seen
 from gpu.spec import RunSpec
 from gpu.training.messages import RestoredBase, Trained, TrainerStatus
-from storage.errors import RestoreRefused, TidegateError, UserError
+from storage.errors import ActorLost, RestoreRefused, RunFenced, TidegateError, UserError
+from storage.opening import open_store
 from storage.restore import RestorePlan
 from tasks.session import PHASE, Session, session, use
 
@@ -62,30 +63,43 @@ class Cluster(Protocol):
         ...
 
 
-async def open_session(spec: RunSpec, cluster: Cluster, owner: str, *, take_over: bool = False) -> Opened:
+async def open_session(
+    spec: RunSpec, cluster: Cluster, owner: str, *, take_over: bool = False, attempt: int = 0
+) -> Opened:
     """Find or start the run's manager and trainer, become the driver, and make that the session of this context.
+    `attempt` counts the attempts of the owner.
 
-    Raises `RunBusy` and what `prepare_run` raises."""
+    Raises `RunBusy`, `RunFenced` and what `prepare_run` raises."""
     # Both take seconds to start; the trainer waits for orders until it is claimed.
     starting = asyncio.ensure_future(cluster.trainer())
     starting.add_done_callback(seen)
     try:
         manager, new = await cluster.manager(owner)
-    except UserError:  # there is no run to train
+    except (UserError, RunFenced):  # there is no run to train here
         with contextlib.suppress(TidegateError):
             if (await starting)[1]:
                 await cluster.stop_trainer()
         raise
     trainer, _ = await starting
-    attached: Attached = await manager.attach(owner, take_over, f"{socket.gethostname()}:{os.getpid()}")
+    attached: Attached = await manager.attach(owner, take_over, this_place(), attempt)
     use(Session(spec, attached.caller, manager, trainer))
     return Opened(attached.caller.incarnation, attached.caller.token, new, attached.finished)
 
 
 @task(task_run_name="claim_run", **PHASE)
-async def claim_run(spec: RunSpec, cluster: Cluster, owner: str) -> Opened:
+async def claim_run(spec: RunSpec, cluster: Cluster, owner: str, take_over: bool, attempt: int) -> Opened:
     """Find the run's living manager or claim its next incarnation, and become its driver."""
-    return await open_session(spec, cluster, owner)
+    return await open_session(spec, cluster, owner, take_over=take_over, attempt=attempt)
+
+
+async def why_lost(one: Session, error: ActorLost) -> TidegateError:
+    """The reason behind a lost process: a fenced incarnation ends with all its processes, and its driver may only see
+    that they are gone. Says `error` itself when the store cannot be read."""
+    try:
+        store = open_store(one.spec.storage_url)
+        return await asyncio.to_thread(fence_of, store, one.spec.run, one.caller.incarnation) or error
+    except (TidegateError, OSError):
+        return error
 
 
 @task(task_run_name="restore_trainer", **PHASE)

@@ -15,8 +15,9 @@ from prefect.cache_policies import NO_CACHE
 from gpu.rollout.messages import Caller, Grant, Hold
 from gpu.spec import RunSpec
 
-PHASE: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False}
-"""No result of a phase is kept by Prefect: its cache fails open, and the journal is the memory."""
+PHASE: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False, "retries": 0}
+"""No result of a phase is kept by Prefect: its cache fails open, and the journal is the memory. No phase is retried by
+itself, whatever PREFECT_TASKS_DEFAULT_RETRIES says: a phase that failed ends the attempt, and a fenced driver stops."""
 
 
 @dataclass(slots=True)

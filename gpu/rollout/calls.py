@@ -22,14 +22,21 @@ class Attached(msgspec.Struct, frozen=True):
 
 
 class Callers:
-    """The newest driver token of an incarnation. `silence_s`: a driver that made no call for so long may be replaced by
-    another owner without asking."""
+    """The newest driver token of an incarnation, and who may get the next one.
+
+    An owner is a flow run; its attempts follow each other freely. Another owner is let in when it takes over on
+    purpose, or when the driver made no call for `silence_s`. Whoever was displaced in this way never comes back, so
+    that two owners cannot take the run from each other by turns; and an attempt never displaces a later one of the
+    same owner (a process that slept through its own retry).
+    """
 
     def __init__(self, incarnation: int, clock: Clock, silence_s: float, changed: Signal) -> None:
         self._incarnation, self._clock, self._silence_s, self._changed = incarnation, clock, silence_s, changed
         self.token = 0
         self.owner = ""
         self.place = ""
+        self.attempt = 0
+        self._displaced: dict[str, str] = {}
         self._seen = 0.0
         self._open = 0
         self.fatal: TidegateError | None = None
@@ -78,17 +85,17 @@ class Callers:
             self._open -= 1
             self._changed.notify()
 
-    async def attach(self, owner: str, take_over: bool, place: str) -> Caller:
-        """Refuse older tokens from now on, wait until their open calls ended. Raises `RunBusy`."""
+    async def attach(self, owner: str, take_over: bool, place: str, attempt: int) -> Caller:
+        """Refuse older tokens from now on, wait until their open calls ended. `attempt` counts those of an owner.
+
+        Raises `RunFenced` for a displaced owner, with or without `take_over`, and for an attempt older than the newest
+        of its owner; `RunBusy` for a live driver of another owner."""
         self.alive()
-        silent = self._clock.monotonic() - self._seen
-        if self.owner not in ("", owner) and silent < self._silence_s and not take_over:
-            raise RunBusy(
-                f"this run is driven by {self.owner}, which called {silent:.0f} s ago",
-                expected="no other live driver",
-                action="wait for it, cancel it, or take over on purpose",
-            )
-        self.owner, self.place = owner, place
+        self._refuse_displaced(owner, attempt)
+        if self.owner not in ("", owner):
+            self._refuse_busy(take_over)
+            self._displaced[self.owner] = owner
+        self.owner, self.place, self.attempt = owner, place, attempt
         self.token += 1
         mine = self.token
         self._seen = self._clock.monotonic()
@@ -98,3 +105,27 @@ class Callers:
             await wait_event(event, 1.0)
         self.alive()
         return Caller(self._incarnation, mine)
+
+    def _refuse_displaced(self, owner: str, attempt: int) -> None:
+        if owner in self._displaced:
+            raise RunFenced(
+                f"{owner}, from which {self._displaced[owner]} took this run",
+                expected="a flow run that nobody displaced",
+                action="start a new flow run of this name; it may take over",
+                code="displaced",
+            )
+        if owner == self.owner and attempt < self.attempt:
+            raise RunFenced(
+                f"attempt {attempt} of {owner}",
+                expected=f"attempt {self.attempt} or later",
+                action="stop; a newer attempt of the same flow run drives this run",
+            )
+
+    def _refuse_busy(self, take_over: bool) -> None:
+        silent = self._clock.monotonic() - self._seen
+        if silent < self._silence_s and not take_over:
+            raise RunBusy(
+                f"this run is driven by {self.owner}, which called {silent:.0f} s ago",
+                expected="no other live driver",
+                action="wait for it, cancel it, or take over on purpose: `--take-over`, or the parameter take_over",
+            )

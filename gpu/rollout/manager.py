@@ -113,7 +113,7 @@ class RolloutManager:
                 await self._committer.durable(seq, self.callers.alive)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"{what} is not durable after {self._settings.commit_deadline_s:.0f} s: {self._committer.stalled}",
+                f"{what} is not durable after {self._settings.commit_deadline_s:.0f} s: {self._committer.waits_for}",
                 expected="a store that accepts writes",
                 action="repair the store; the call can be repeated",
                 code="commit",
@@ -165,11 +165,11 @@ class RolloutManager:
 
     # ------------------------------------------------------------------ driver: batches
 
-    async def attach(self, owner: str, take_over: bool, place: str) -> Attached:
+    async def attach(self, owner: str, take_over: bool, place: str, attempt: int = 0) -> Attached:
         """Become the driver, which runs at `place` (host:pid). The holds of the one before are released. Raises
-        `RunBusy`."""
+        `RunBusy` and `RunFenced`, see `Callers`."""
         replaced = self.callers.owner
-        caller = await self.callers.attach(owner, take_over, place)
+        caller = await self.callers.attach(owner, take_over, place, attempt)
         self.control.admission.release_token(caller.token - 1)
         self.changed.notify()
         return Attached(caller, replaced, self.control.ledger.finished)
@@ -367,7 +367,7 @@ class RolloutManager:
                 "durable_seq": journal.durable_seq,
                 "last_seq": journal.last_seq,
                 "undurable_age_s": journal.undurable_age(),
-                "stalled": self._committer.stalled,
+                "stalled": self._committer.waits_for,
             },
             "fatal": str(self.callers.fatal or ""),
         }

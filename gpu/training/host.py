@@ -207,6 +207,8 @@ class TrainerHost:
 
     async def upload(self, caller: Caller, step: int, newest: CheckpointPublished | None) -> Written:
         """Write the captured state, beside training. May be repeated after a failure: the capture is kept."""
+        if caller != self._caller:
+            raise self._fenced(caller)
         capture = self._capture
         if capture is None or capture.step != step:
             raise LeaseRefused(

@@ -17,11 +17,11 @@ from flows.settings import RAY, environment
 from gpu.actors import Remote, find_actor, start_actor
 from gpu.cluster import ManagerActor, RayCluster, check_resources, processes_of
 from gpu.spec import RunSpec
-from storage.errors import ActorLost, ResourceUnavailable
+from storage.errors import ActorLost, ResourceUnavailable, RunFenced
 from storage.local import LocalStore
 from storage.verify import verify
 from tasks.run import Resumed
-from tests.faults.house import RUN, attempt, small
+from tests.faults.house import RUN, attempt, small, until
 
 NAMESPACE = "test-cluster"
 
@@ -117,6 +117,41 @@ async def test_a_manager_that_ended_with_an_error_but_still_answers_is_replaced_
         assert reason in condition.found
     await RayCluster(spec).close()
     assert incarnations == [1, 2]
+
+
+async def last_words(manager: Remote) -> object:
+    """The condition of a manager just before it was gone."""
+    said: object = None
+    while True:
+        try:
+            said = await manager.condition()
+        except ActorLost:
+            return said
+        await asyncio.sleep(0.1)
+
+
+async def test_a_run_claimed_from_another_cluster_ends_here_with_all_its_processes(tmp_path: Path) -> None:
+    """Two namespaces see as little of each other as two clusters. Nobody drives the first and nothing happens in it, so
+    it finds out by looking; its manager says why before it ends, and what belongs to the newer one lives on."""
+    old, new = (
+        spec_of(tmp_path, cluster={"namespace": f"{NAMESPACE}-{name}", "alive_deadline": 15.0})
+        for name in ("old", "new")
+    )
+    manager, _ = await RayCluster(old).manager("first")
+    await RayCluster(old).trainer()
+    old_engine = "engine-1-0-0"
+    await until(lambda: old_engine in processes_of(old))
+
+    watching = asyncio.create_task(last_words(manager))
+    await RayCluster(new).manager("second")
+    await RayCluster(new).trainer()
+    said = await asyncio.wait_for(watching, 60.0)
+    assert isinstance(said, RunFenced)
+    assert "incarnation 2" in said.found
+    await until(lambda: processes_of(old) == [])
+    assert {"manager", "trainer"} <= set(processes_of(new))
+    assert await Remote("manager", find_actor(new.namespace, RUN, "manager")).condition() is None
+    await RayCluster(new).close()
 
 
 async def test_two_drivers_that_start_a_manager_at_once_share_it_or_one_is_told_so(tmp_path: Path) -> None:
