@@ -2,6 +2,7 @@
 
 PYTHON ?= python3
 MODEL ?= smollm2
+STORAGE ?= file
 DEMO_SEED ?= 0
 KILLS ?= 20
 SIMULATIONS ?= 20000
@@ -16,6 +17,7 @@ export OMP_NUM_THREADS ?= 1
 help:
 	@echo "make demo               SmolLM2-135M learns one-digit addition; killed twice, proven (12 minutes)"
 	@echo "make demo MODEL=tiny    the same with a 29-thousand-parameter model (4 minutes); DEMO_SEED=N draws the kills"
+	@echo "make demo STORAGE=s3    on an S3 server (SeaweedFS) that starts and ends with it; goes with both models"
 	@echo "make test               the tests (under 10 minutes)"
 	@echo "make faults             the long fault runs: KILLS=$(KILLS) of each process, SIMULATIONS=$(SIMULATIONS) interleavings"
 	@echo "make bench              benchmarks"
@@ -37,7 +39,7 @@ $(VENV)/.smollm2: $(VENV)/.installed
 	touch $@
 
 demo: $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2,$(VENV)/.installed)
-	$(BIN)/python -m flows.demo --model $(MODEL) --seed $(DEMO_SEED)
+	$(BIN)/python -m flows.demo --model $(MODEL) --storage $(STORAGE) --seed $(DEMO_SEED)
 
 test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow" --durations=10

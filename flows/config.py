@@ -38,7 +38,9 @@ class Part(BaseModel):
 
 class StorageConfig(Part):
     url: str = Field(
-        default=".tidegate/store", title="Storage url", description="A folder, file:// or memory://; holds all runs"
+        default=".tidegate/store",
+        title="Storage url",
+        description="A folder, s3://bucket/prefix[?endpoint=&region=&credentials=] or memory://; holds all runs",
     )
     flush_interval: Seconds = Field(
         default=0.25, description="Journal records nobody waits for become durable after this long"

@@ -24,7 +24,8 @@ from typing import Any
 
 from flows.config import RunConfig
 from flows.proof import judge, summary
-from flows.stack import Stack, free_port, running_stack
+from flows.seaweed import exported, running_seaweed
+from flows.stack import Stack, end_politely, free_port, running_stack
 from gpu.models.config import ModelSpec, find
 from gpu.spec import RunSpec
 from storage.errors import ActorLost, TidegateError
@@ -279,6 +280,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m flows.demo", description=(__doc__ or "").split("\n\n")[0])
     parser.add_argument("--model", default="smollm2", choices=["smollm2", "tiny"])
     parser.add_argument("--seed", type=int, default=0, help="draws prompts, weights and the kill moments")
+    parser.add_argument("--storage", default="file", choices=["file", "s3"], help="s3 starts a server of its own")
     parser.add_argument("--root", type=Path, default=Path(".tidegate"))
     parser.add_argument("--port", type=int, help="of the Prefect server; a free one by default")
     parsed = parser.parse_args(arguments)
@@ -293,7 +295,7 @@ def _demo(parsed: argparse.Namespace) -> int:
     began = time.monotonic()
     if parsed.port:
         free_port(parsed.port)
-    root = (parsed.root / f"demo-{parsed.model}").absolute()
+    root = (parsed.root / f"demo-{parsed.model}{'-s3' if parsed.storage == 's3' else ''}").absolute()
     cache = str((parsed.root / "models").absolute())
     if parsed.model == "smollm2":
         print("op=demo phase=model what=smollm2-135m (converted once)", flush=True)
@@ -301,6 +303,15 @@ def _demo(parsed: argparse.Namespace) -> int:
     config = demo_config(parsed.model, parsed.seed, str(root / "store"), cache)
     config.check()
     shutil.rmtree(root, ignore_errors=True)
+    if parsed.storage == "file":
+        return _run(parsed, config, root, began)
+    end_politely()
+    print(f"op=demo phase=storage what=s3; serve it again later: python -m flows.seaweed {root / 's3'}", flush=True)
+    with running_seaweed(root / "s3") as (server, _), exported(server):
+        return _run(parsed, demo_config(parsed.model, parsed.seed, server.url(RUN), cache), root, began)
+
+
+def _run(parsed: argparse.Namespace, config: RunConfig, root: Path, began: float) -> int:
     kills = plan_kills(parsed.seed, config.training.steps)
     home = Path(__file__).parent.parent
     small = parsed.model == "tiny"
@@ -330,7 +341,7 @@ def _report(config: RunConfig, root: Path, kills: list[Kill], began: float) -> i
     )
     print(summary(report, time.monotonic() - began), flush=True)
     print(f"Reward curve: {root / 'reward.png'}", flush=True)
-    print(f"Look further: tidegate inspect {RUN} --storage {config.storage.url}", flush=True)
+    print(f"Look further: tidegate inspect {RUN} --storage '{config.storage.url}'", flush=True)
     for problem in problems:
         print(f"PROBLEM {problem}", flush=True)
     print(f"DEMO {'FAILED' if problems else 'OK'} {line}", flush=True)

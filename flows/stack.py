@@ -164,7 +164,7 @@ def running_stack(
     stack = Stack(root, env, api, env["RAY_ADDRESS"])
     ray_folder = tempfile.mkdtemp(prefix="tg-ray-")  # short: socket paths below it are limited to 107 characters
     try:
-        _end_politely()
+        end_politely()
         say("op=stack phase=start what=ray")
         stack.start("ray", [
             tool("ray"), "start", "--head", "--block", "--node-ip-address=127.0.0.1", f"--port={ray_port}",
@@ -188,7 +188,7 @@ def running_stack(
         shutil.rmtree(ray_folder, ignore_errors=True)
 
 
-def _end_politely() -> None:
+def end_politely() -> None:
     """A terminated process, or one whose terminal closes, stops what it started."""
 
     def end(number: int, frame: object) -> None:

@@ -12,7 +12,7 @@ from storage.clock import Clock
 from storage.errors import ResourceUnavailable, RunExists, UnknownRun
 from storage.filesystem import Store
 from storage.opening import open_store, probe, reach
-from storage.runs import RunInfo, RunPaths, check_fingerprints, create_run, make_run, open_run
+from storage.runs import RunInfo, RunPaths, check_fingerprints, check_name, create_run, make_run, open_run
 
 
 def preflight(spec: RunSpec) -> RunInfo | None:
@@ -25,6 +25,7 @@ def preflight(spec: RunSpec) -> RunInfo | None:
             expected="a store that every process of the run reaches",
             action="set storage.url to a folder or another shared place",
         )
+    check_name(spec.run)
     store = open_store(spec.storage_url)
     reach(store, RunPaths(spec.run).root)
     return _existing(store, spec)

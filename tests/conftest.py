@@ -6,13 +6,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from flows.seaweed import S3Server, exported
-from tests import servers
+from flows.seaweed import S3Server, exported, running_seaweed
 
 
 @pytest.fixture(scope="session")
 def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
-    with servers.seaweed(tmp_path_factory.mktemp("seaweed")) as (server, _):
+    with running_seaweed(tmp_path_factory.mktemp("seaweed")) as (server, _):
         yield server
 
 

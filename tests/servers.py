@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shutil
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Generator, Mapping
 from pathlib import Path
 
-from flows.seaweed import S3Server, create_bucket, plan_seaweed
+from flows.seaweed import S3Server, create_bucket, stop
 from flows.stack import free_port, tool
 
 
@@ -27,27 +25,11 @@ def process(command: list[str], log: Path, environment: Mapping[str, str]) -> Ge
     try:
         yield one
     finally:
-        for sign in (signal.SIGCONT, signal.SIGKILL):  # test data only: nothing to close in order
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(one.pid, sign)
-        one.wait(10)
+        stop(one)
 
 
 def alive(one: subprocess.Popen[bytes], log: Path) -> None:
     assert one.poll() is None, log.read_text(errors="replace")[-1000:]
-
-
-@contextlib.contextmanager
-def seaweed(folder: Path) -> Generator[tuple[S3Server, subprocess.Popen[bytes]]]:
-    """SeaweedFS with an empty bucket."""
-    plan = plan_seaweed(folder / "data", tool("weed"))
-    log = folder / "weed.log"
-    try:
-        with process(plan.command, log, plan.environment) as one:
-            create_bucket(plan.server, lambda: alive(one, log))
-            yield plan.server, one
-    finally:
-        shutil.rmtree(plan.sockets, ignore_errors=True)
 
 
 @contextlib.contextmanager
