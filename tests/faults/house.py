@@ -145,8 +145,12 @@ async def attempt(
     """What one flow run attempt does, without Prefect."""
     begin()
     opened = await open_session(spec, cluster, "flow-run")
-    if opened.finished:
-        return
+    if not opened.finished:
+        await drive(spec, resume, stepped)
+
+
+async def drive(spec: RunSpec, resume: Callable[[Resumed], None], stepped: Callable[[int], None]) -> None:
+    """Restore, then step until the source is exhausted, as the session's driver."""
     resumed = await restore_trainer.fn()
     resume(resumed)
     step = resumed.step

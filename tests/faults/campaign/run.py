@@ -1,0 +1,348 @@
+"""One run of a campaign: a driver process that is started again like a retried flow run, faults on time, the proof."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from flows.config import RunConfig
+from storage.checkpoint import read_manifest
+from storage.filesystem import Store
+from storage.journal import read_journal
+from storage.runs import RunPaths
+from storage.schema import CheckpointPublished
+from storage.verify import Report, verify
+from tests.faults.campaign.driver import FENCED, FINISHED, LOST, STORE
+from tests.faults.campaign.places import LocalPlace, S3Place
+from tests.faults.campaign.plan import Event, Plan
+from tests.faults.proxy import Fault
+
+MARK = "TIDEGATE_CAMPAIGN"
+ACTORS = {"manager": "Manager", "trainer": "Trainer", "engine": "Engine", "worker": "Worker"}
+LIMIT_S = 420.0
+
+
+class Broken(AssertionError):
+    """The promise was broken, or a process ended in a way nobody planned."""
+
+
+@dataclass
+class Driver:
+    """A flow attempt. `lines` get what it says; `zombie` once it was stopped and another was started."""
+
+    process: subprocess.Popen[bytes]
+    lines: queue.Queue[dict[str, Any]] = field(default_factory=queue.Queue)
+    zombie: bool = False
+    said: list[dict[str, Any]] = field(default_factory=list)
+
+    @classmethod
+    def start(cls, config: RunConfig, log: Path) -> Driver:
+        with open(log, "ab") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "tests.faults.campaign.driver", config.model_dump_json()],
+                stdout=subprocess.PIPE, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
+            )  # fmt: skip
+        one = cls(process)
+        threading.Thread(target=one._read, daemon=True).start()
+        return one
+
+    def _read(self) -> None:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            with contextlib.suppress(msgspec.DecodeError):  # a line that a kill has cut
+                self.lines.put(msgspec.json.decode(line))
+
+    def signal(self, number: signal.Signals) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+@dataclass
+class Run:
+    """`hits` counts what was really done, by kind."""
+
+    plan: Plan
+    place: LocalPlace | S3Place
+    config: RunConfig
+    log: Path
+    hits: Counter[str] = field(default_factory=Counter)
+    counts: Counter[str] = field(default_factory=Counter)
+    zombies: list[Driver] = field(default_factory=list)
+    waking: list[threading.Timer] = field(default_factory=list)
+    step: int = 0
+
+    def __post_init__(self) -> None:
+        self.direct: Store = self.place.direct(self.config.run)
+        self.began = time.monotonic()
+
+    # ------------------------------------------------------------------ the flow run and its retries
+
+    def go(self) -> Report:
+        """Drive the run to its end through all events of its plan. Raises `Broken`."""
+        self.driver = Driver.start(self.config, self.log)
+        events = list(self.plan.events)
+        try:
+            while not self._ended():
+                if time.monotonic() - self.began > LIMIT_S:
+                    raise Broken(f"not finished after {LIMIT_S:.0f} s at step {self.step}; see {self.log}")
+                self._listen()
+                if events and self.step >= events[0].step:
+                    event = events.pop(0)
+                    time.sleep(event.delay_s)
+                    self._strike(event)
+                time.sleep(0.005)
+            return self._prove()
+        finally:
+            for timer in self.waking:
+                timer.cancel()
+            for driver in (self.driver, *self.zombies):
+                driver.signal(signal.SIGKILL)
+                driver.process.wait(10)
+            for kind in ACTORS:
+                self._signal(kind, signal.SIGKILL)
+
+    def _listen(self) -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                line = self.driver.lines.get_nowait()
+                self.driver.said.append(line)
+                self.step = max(self.step, line.get("step", 0))
+                if line.get("resumed"):
+                    self.counts["resumed"] += line["resumed"]["incarnation"] > 1 or self.counts["attempts"] > 0
+                    self.counts["redone"] += line["resumed"]["redone"]
+                    if line["resumed"]["diverged"]:
+                        raise Broken(f"{line['resumed']['diverged']} redone steps came to another state")
+
+    def _ended(self) -> bool:
+        code = self.driver.process.poll()
+        if code is None:
+            return False
+        time.sleep(0.05)
+        self._listen()
+        if code == FINISHED:
+            return True
+        self.counts[{LOST: "lost a process", FENCED: "fenced", STORE: "store away"}.get(code, f"exit {code}")] += 1
+        if code not in (LOST, STORE, -signal.SIGKILL, FENCED):
+            raise Broken(f"the driver ended with {code}: {self.driver.said[-1:]}; see {self.log}")
+        self._retry()
+        return False
+
+    def _retry(self) -> None:
+        self.counts["attempts"] += 1
+        self.driver = Driver.start(self.config, self.log)
+
+    # ------------------------------------------------------------------ faults
+
+    def _strike(self, event: Event) -> None:
+        strike = {
+            "kill": self._kill, "stop": self._stop, "request": self._request, "server-kill": self._server,
+            "server-stop": self._server, "full": self._full, "alter": self._alter,
+        }[event.what]  # fmt: skip
+        kind = event.kind.replace("|", " ").strip()
+        if strike(event):
+            self.hits[kind] += 1
+
+    def _kill(self, event: Event) -> bool:
+        if event.whom == "everything":
+            self._kill_everything()
+            self._retry()
+            return True
+        if event.whom == "driver":
+            self.driver.signal(signal.SIGKILL)
+            return True
+        return self._signal(event.whom, signal.SIGKILL, event.part)
+
+    def _kill_everything(self) -> None:
+        self.driver.signal(signal.SIGKILL)
+        self.driver.process.wait(10)
+        self._listen()
+        for kind in ACTORS:
+            self._signal(kind, signal.SIGKILL)
+
+    def _stop(self, event: Event) -> bool:
+        """SIGSTOP, and SIGCONT later. A stopped driver is retried meanwhile, so that it wakes up as a zombie."""
+        if event.whom == "driver":
+            zombie = self.driver
+            zombie.signal(signal.SIGSTOP)
+            self._listen()
+            zombie.zombie = True
+            self.zombies.append(zombie)
+            self._wake(event.seconds, lambda: zombie.signal(signal.SIGCONT))
+            self._retry()
+            return True
+        pids = pids_of(event.whom)
+        if not pids:
+            return False
+        pid = pids[int(event.part * len(pids))]
+        _send(pid, signal.SIGSTOP)
+        self._wake(event.seconds, lambda: _send(pid, signal.SIGCONT))
+        return True
+
+    def _wake(self, seconds: float, action: Any) -> None:
+        timer = threading.Timer(seconds, action)
+        timer.start()
+        self.waking.append(timer)
+
+    def _signal(self, kind: str, number: signal.Signals, part: float | None = None) -> bool:
+        pids = pids_of(kind)
+        if part is not None and pids:
+            pids = [pids[int(part * len(pids))]]
+        sent = [_send(pid, number) for pid in pids]
+        return any(sent)
+
+    def _request(self, event: Event) -> bool:
+        assert isinstance(self.place, S3Place)
+        name, where = event.whom.split("|")
+        fault = Fault(name)
+        before = self.place.proxy.hits[fault]
+        method = "GET" if fault in (Fault.BIT_FLIP, Fault.TRUNCATED) else ".*"
+        rule = self.place.proxy.add(
+            fault, method, where if method != "GET" else "", times=event.times, hold_s=event.seconds,
+            delay_s=event.seconds,
+        )  # fmt: skip
+        deadline = time.monotonic() + 4.0
+        while rule.times and time.monotonic() < deadline and self.driver.process.poll() is None:
+            self._listen()
+            time.sleep(0.01)
+        rule.times = 0
+        met = self.place.proxy.hits[fault] - before
+        self.counts["requests met"] += met
+        return met > 0
+
+    def _server(self, event: Event) -> bool:
+        assert isinstance(self.place, S3Place)
+        if event.what == "server-kill":
+            self.place.restart()  # type: ignore[attr-defined]
+            return True
+        self.place.signal(signal.SIGSTOP)
+        time.sleep(event.seconds)
+        self.place.signal(signal.SIGCONT)
+        return True
+
+    def _full(self, event: Event) -> bool:
+        assert isinstance(self.place, LocalPlace)
+        try:
+            if not self.place.fill():
+                return False
+            time.sleep(event.seconds)
+            return True
+        finally:
+            self.place.free()
+
+    # ------------------------------------------------------------------ altered bytes
+
+    def _alter(self, event: Event) -> bool:
+        """Everything is dead; one object is altered. `verify` must find it, and a restart must refuse it, or take an
+        older checkpoint, before it has changed anything; then the bytes are put back and the run goes on."""
+        self._kill_everything()
+        what, how = event.whom.split()
+        key = self._target(what, event.part, how)
+        if key is None:
+            self._retry()
+            return False
+        whole = self.direct.read(key)
+        self.direct.delete([key])
+        if how != "remove":
+            self.direct.create(key, _altered(whole, how, event.part))
+        if verify(self.direct, self.config.run).sound:
+            raise Broken(f"verify did not find {key} altered by {how}")
+        before = set(self.direct.list(RunPaths(self.config.run).journal))
+        self._refuse_or_reject(what, before, key)
+        self.direct.delete([key])
+        self.direct.create(key, whole)
+        if what == "journal":
+            self._retry()
+        self.counts["alterations detected"] += 1
+        return True
+
+    def _refuse_or_reject(self, what: str, before: set[str], key: str) -> None:
+        self._retry()
+        if what == "journal":
+            code = self.driver.process.wait(120)
+            time.sleep(0.05)
+            self._listen()
+            if code not in (1, 2) or set(self.direct.list(RunPaths(self.config.run).journal)) - {key} != before - {key}:
+                raise Broken(f"a run with altered {key} was not refused untouched: {code}, {self.driver.said[-1:]}")
+            return
+        deadline = time.monotonic() + 120
+        while not (found := [line["resumed"] for line in self.driver.said if line.get("resumed")]):
+            self._listen()
+            time.sleep(0.01)
+            if time.monotonic() > deadline or self.driver.process.poll() is not None:
+                raise Broken(f"a run with altered {key} did not resume from elsewhere: {self.driver.said[-1:]}")
+        if not found[0]["rejected"]:
+            raise Broken(f"altered {key} was not rejected: {found[0]}")
+
+    def _target(self, what: str, part: float, how: str) -> str | None:
+        """A segment (never the last one when it is removed: that looks like an earlier end), or an object of the newest
+        checkpoint."""
+        paths = RunPaths(self.config.run)
+        segments = list(read_journal(self.direct, self.config.run))
+        if what == "journal":
+            last = len(segments) - (how == "remove")
+            return paths.segment(int(part * last)) if last > 0 else None
+        records = [row.record for segment in segments for row in segment.rows]
+        newest = next((one for one in reversed(records) if isinstance(one, CheckpointPublished)), None)
+        if newest is None:
+            return None
+        manifest = read_manifest(self.direct, self.config.run, newest.manifest, newest.digest)
+        keys = [paths.manifest(newest.manifest), *(paths.object(digest) for digest in sorted(manifest.objects))]
+        return keys[int(part * len(keys))]
+
+    # ------------------------------------------------------------------ proof
+
+    def _prove(self) -> Report:
+        for timer in self.waking:
+            timer.join(15)
+        for zombie in self.zombies:
+            code = zombie.process.wait(60)
+            if code not in (FENCED, LOST, -signal.SIGKILL):
+                raise Broken(f"a stopped driver that continued ended with {code}")
+            self.counts["zombie drivers refused"] += code == FENCED
+        report = verify(self.direct, self.config.run)
+        if not report.sound or report.lost or report.trained_twice or report.unsettled:
+            raise Broken(f"{report.problems[:2]} {report}")
+        if report.handed_out != report.consumed + report.discarded + report.quarantined or report.quarantined:
+            raise Broken(f"the final states do not add up: {report}")
+        if not report.finished:
+            raise Broken("not finished")
+        return report
+
+
+def pids_of(kind: str) -> list[int]:
+    """Living actor processes of a kind that were started by this campaign's Ray."""
+    mark = f"{MARK}={os.environ[MARK]}\0".encode()
+    title = f"ray::{ACTORS[kind]}Actor".encode()
+    found: list[int] = []
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            if (folder / "cmdline").read_bytes().startswith(title) and mark in (folder / "environ").read_bytes():
+                found.append(int(folder.name))
+    return sorted(found)
+
+
+def _send(pid: int, number: signal.Signals) -> bool:
+    try:
+        os.kill(pid, number)
+        return True
+    except ProcessLookupError:
+        return False
+
+
+def _altered(whole: bytes, how: str, part: float) -> bytes:
+    if how == "truncate":
+        return whole[: int(part * len(whole))]
+    at = int(part * len(whole))
+    return whole[:at] + bytes([whole[at] ^ (1 << (at % 8))]) + whole[at + 1 :]
