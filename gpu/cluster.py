@@ -48,7 +48,13 @@ def connect(address: str, namespace: str) -> None:
     found = os.environ.get("RAY_ADDRESS") if address == "auto" else address
     try:
         if found is None:
-            ray.init(namespace=namespace, log_to_driver=False, logging_level=logging.WARNING, include_dashboard=False)
+            ray.init(
+                namespace=namespace,
+                log_to_driver=False,
+                logging_level=logging.WARNING,
+                include_dashboard=False,
+                _node_ip_address="127.0.0.1",  # a cluster of this process is nobody else's
+            )
         else:
             _check_reachable(found)
             ray.init(address=found, namespace=namespace, log_to_driver=False, logging_level=logging.WARNING)

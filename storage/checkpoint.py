@@ -7,9 +7,9 @@ previous checkpoint valid. Shards that the newest published checkpoint already h
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
@@ -20,6 +20,8 @@ from storage.filesystem import Bytes, Store, read_proven
 from storage.runs import RunPaths
 from storage.schema import SCHEMA
 
+A = TypeVar("A")
+B = TypeVar("B")
 FORMAT = "tidegate-checkpoint"
 SHARD_BYTES = 32 * 1024 * 1024
 UPLOADS = 4
@@ -104,8 +106,7 @@ def write_checkpoint(
         written = 0 if digest in known else _create_same(store, paths.object(digest), data)
         return digest, len(data), written, list(shard)
 
-    with ThreadPoolExecutor(UPLOADS) as pool:
-        done = list(pool.map(upload, _shards(capture.buffers)))
+    done = _each(upload, list(_shards(capture.buffers)))
     where = {key: digest for digest, _, _, keys in done for key in keys}
     manifest = Manifest(
         FORMAT,
@@ -123,6 +124,14 @@ def write_checkpoint(
     name = f"{capture.step:09d}-{incarnation:06d}.json"
     written = _create_same(store, paths.manifest(name), data) + sum(done_[2] for done_ in done)
     return Written(name, hashlib.sha256(data).hexdigest(), sum(manifest.objects.values()), written)
+
+
+def _each(act: Callable[[A], B], items: list[A]) -> list[B]:
+    """`act` on every item, several at once."""
+    if len(items) == 1:
+        return [act(items[0])]
+    with ThreadPoolExecutor(UPLOADS) as pool:
+        return list(pool.map(act, items))
 
 
 def _tensor(name: str, buffer: NamedBuffer, where: dict[str, str]) -> Tensor:
@@ -201,8 +210,7 @@ def check_objects(store: Store, run: str, manifest: Manifest) -> None:
     def check(item: tuple[str, int]) -> None:
         _read_checked(store, RunPaths(run).object(item[0]), *item)
 
-    with ThreadPoolExecutor(UPLOADS) as pool:
-        list(pool.map(check, manifest.objects.items()))
+    _each(check, list(manifest.objects.items()))
 
 
 def read_buffers(store: Store, run: str, manifest: Manifest) -> dict[str, NamedBuffer]:
@@ -213,8 +221,7 @@ def read_buffers(store: Store, run: str, manifest: Manifest) -> dict[str, NamedB
         digest, size = item
         return digest, from_safetensors(_read_checked(store, paths.object(digest), digest, size), paths.object(digest))
 
-    with ThreadPoolExecutor(UPLOADS) as pool:
-        objects = dict(pool.map(fetch, manifest.objects.items()))
+    objects = dict(_each(fetch, list(manifest.objects.items())))
     return {name: _join(name, tensor, objects) for name, tensor in manifest.tensors.items()}
 
 

@@ -47,8 +47,8 @@ class Store(Protocol):
         """Length of `key` in bytes, or None when it does not exist."""
         ...
 
-    def list(self, prefix: str) -> list[str]:
-        """Keys below the folder `prefix`, as a hint: possibly stale, in no order."""
+    def list(self, prefix: str, after: str = "") -> list[str]:
+        """Keys below the folder `prefix` that come after `after` as text; as a hint: possibly stale, in no order."""
         ...
 
     def delete(self, keys: Iterable[str]) -> list[str]:

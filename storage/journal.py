@@ -54,10 +54,11 @@ def read_journal(store: Store, run: str, tail: Tail | None = None) -> Iterator[S
     """The segments from `tail` to the end, proving chain and sequence. Raises `ArtifactCorrupt`, and `SlotsRetired`
     when the journal does not reach back to `tail` any more.
 
-    The end is found by probing forward, never by listing: a stale listing must not cut a journal.
+    The end is found by probing forward: a stale listing must not cut a journal. A listing can only add what probing
+    cannot see, a later segment, which makes the free slot a hole.
     """
     tail = tail or Tail()
-    while (segment := read_segment(store, run, tail.slot)) is not None:
+    while (segment := _next_segment(store, run, tail.slot)) is not None:
         header = segment.header
         if (header.previous, header.first) != (tail.digest, tail.seq):
             raise ArtifactCorrupt(
@@ -68,7 +69,29 @@ def read_journal(store: Store, run: str, tail: Tail | None = None) -> Iterator[S
             )
         yield segment
         tail = after(segment)
-    check_not_retired(store, run, tail.slot)
+
+
+def _next_segment(store: Store, run: str, slot: int) -> Segment | None:
+    """The segment in `slot`; None at the end of the journal. Raises `SlotsRetired`, `ArtifactCorrupt` for a hole."""
+    segment = read_segment(store, run, slot)
+    if segment is not None:
+        return segment
+    check_not_retired(store, run, slot)
+    paths = RunPaths(run)
+    later = [key for key in store.list(paths.journal, paths.segment(slot)) if key.endswith(".arrow")]
+    if not later:
+        return None
+    # Slots are created in order, so a writer that is at work has filled this one before the later ones.
+    segment = read_segment(store, run, slot)
+    if segment is None:
+        check_not_retired(store, run, slot)
+        raise ArtifactCorrupt(
+            f"{paths.segment(slot)} is missing, and {len(later)} later segments are there",
+            expected="a journal without a hole",
+            action="restore the object from a copy, or fork from the last good position",
+            code="missing",
+        )
+    return segment
 
 
 def after(segment: Segment) -> Tail:

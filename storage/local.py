@@ -104,11 +104,12 @@ class LocalStore:
             except FileNotFoundError:
                 return None
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str, after: str = "") -> list[str]:
         folder = self._path(prefix.rstrip("/"))
         with _os_errors(self.url, prefix):
             found = [path for path in folder.rglob("*") if path.is_file() and not path.name.startswith(".")]
-        return [path.relative_to(self._root).as_posix() for path in found]
+        keys = [path.relative_to(self._root).as_posix() for path in found]
+        return [key for key in keys if key > after]
 
     def delete(self, keys: Iterable[str]) -> list[str]:
         failed: list[str] = []

@@ -39,9 +39,10 @@ class MemoryStore:
             found = self._objects.get(check_key(key))
         return None if found is None else len(found)
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str, after: str = "") -> list[str]:
+        folder = prefix.rstrip("/") + "/"
         with self._lock:
-            return [key for key in self._objects if key.startswith(prefix.rstrip("/") + "/")]
+            return [key for key in self._objects if key > after and key.startswith(folder)]
 
     def delete(self, keys: Iterable[str]) -> list[str]:
         with self._lock:

@@ -138,20 +138,24 @@ class S3Store:
                     return None
                 self._again(trying, key)
 
-    def list(self, prefix: str) -> list[str]:
+    def list(self, prefix: str, after: str = "") -> list[str]:
         folder = self._location.key(check_key(prefix.rstrip("/"))) + "/"
         cut = len(self._location.key("x")) - 1
         keys: list[str] = []
         token: str | None = None
         while True:
-            page = self._page(folder, token)
+            page = self._page(folder, after, token)
             keys += [found["Key"][cut:] for found in page.get("Contents", ()) if not found["Key"].endswith("/")]
             token = page.get("NextContinuationToken")
             if not token:
-                return keys
+                return [key for key in keys if key > after]
 
-    def _page(self, folder: str, token: str | None) -> dict[str, Any]:
-        more = {"MaxKeys": self._limits.page, **({"ContinuationToken": token} if token else {})}
+    def _page(self, folder: str, after: str, token: str | None) -> dict[str, Any]:
+        more: dict[str, Any] = {"MaxKeys": self._limits.page}
+        if token:
+            more["ContinuationToken"] = token
+        elif after:
+            more["StartAfter"] = self._location.key(after)
 
         async def page(fs: Any) -> dict[str, Any]:
             return await fs._call_s3("list_objects_v2", Bucket=self._location.bucket, Prefix=folder, **more)

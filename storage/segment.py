@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import re
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import pyarrow as pa
@@ -35,6 +35,7 @@ _SCHEMA = pa.schema(
         pa.field("blob", pa.binary()),
     ]
 )
+_OPTIONS = pa.ipc.IpcWriteOptions()  # made once: pyarrow reads the environment for each
 _encode = msgspec.json.Encoder().encode
 _decoders = {kind: msgspec.json.Decoder(record) for kind, record in KINDS.items()}
 
@@ -76,18 +77,18 @@ def make_header(*, run: str, incarnation: int, writer: str, slot: int, first: in
 def encode_segment(header: Header, rows: Sequence[Row]) -> tuple[bytes, str]:
     """The segment's bytes and its digest (hex sha256)."""
     metadata: dict[bytes | str, bytes | str] = {"tidegate": _encode(header), "digest": _UNSET}
-    batch = pa.record_batch(
+    batch = pa.RecordBatch.from_arrays(
         [
             pa.array([row.seq for row in rows], pa.int64()),
             pa.array([row.time for row in rows], pa.float64()),
             pa.array([KIND_OF[type(row.record)] for row in rows], pa.string()),
-            pa.array([_encode(row.record) for row in rows], pa.binary()).cast(pa.string()),
+            pa.array([_encode(row.record).decode() for row in rows], pa.string()),
             pa.array([row.blob for row in rows], pa.binary()),
         ],
         schema=_SCHEMA.with_metadata(metadata),
     )
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, batch.schema) as writer:
+    with pa.ipc.new_file(sink, batch.schema, options=_OPTIONS) as writer:
         writer.write_batch(batch)
     data = bytearray(sink.getvalue())
     digest = hashlib.sha256(data).hexdigest()
@@ -114,9 +115,10 @@ def check_digest(data: bytes, where: str) -> str:
 def decode_segment(data: bytes, where: str) -> Segment:
     """Check the digest, then parse. Raises `ArtifactCorrupt` and `SchemaUnsupported`; `where` names the object."""
     digest = check_digest(data, where)
-    table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
-    header = _decode_header(table.schema, where)
-    columns = [table.column(name).to_pylist() for name in _SCHEMA.names]
+    file = pa.ipc.open_file(pa.py_buffer(data))
+    header = _decode_header(file.schema, where)
+    batch = file.get_batch(0)
+    columns: list[list[Any]] = [batch.column(name).to_pylist() for name in _SCHEMA.names]
     rows = [
         Row(seq, time, _decode_record(kind, body, where), blob)
         for seq, time, kind, body, blob in zip(*columns, strict=True)

@@ -1,7 +1,8 @@
 """A deterministic engine without a model: the documented fake for tests, simulations and benchmarks.
 
 It keeps the whole engine contract that does not need a model. A token is a hash of (seed, index, version number), so
-what it generates depends on nothing else; a request ends after `tokens` steps or at its limit.
+what it generates depends on nothing else; a request ends after `tokens` steps or at its limit. With `by_rollout` a
+token is a hash of (rollout, turn, index): every attempt of a rollout gives the same tokens, under any version.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ class FakeEngine:
 
     capabilities = frozenset({"in_flight_swap", "checksum", "determinism"})
 
-    def __init__(self, *, slots: int = 64, tokens: int = 3, vocabulary: int = 64) -> None:
-        self._slots, self._length, self._vocabulary = slots, tokens, vocabulary
+    def __init__(self, *, slots: int = 64, tokens: int = 3, vocabulary: int = 64, by_rollout: bool = False) -> None:
+        self._slots, self._length, self._vocabulary, self._by_rollout = slots, tokens, vocabulary, by_rollout
         self._requests: dict[str, tuple[GenRequest, list[int], list[VersionSpan]]] = {}
         self._version: Version | None = None
         self._tokens = self._updates = 0
@@ -54,8 +55,10 @@ class FakeEngine:
         last = index + 1 >= min(self._length, request.sampling.max_tokens)
         if last and request.sampling.stop_ids:
             return min(request.sampling.stop_ids)
-        text = f"{request.sampling.seed}:{index}:{self._version.number}".encode()
-        value = int.from_bytes(hashlib.sha256(text).digest()[:4], "little") % self._vocabulary
+        text = f"{request.sampling.seed}:{index}:{self._version.number}"
+        if self._by_rollout:  # a worker's request ids are rollout~attempt@incarnation.turn
+            text = f"{request.id.partition('~')[0]}.{request.id.rpartition('.')[2]}:{index}"
+        value = int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "little") % self._vocabulary
         return value if value not in request.sampling.stop_ids else (value + 1) % self._vocabulary
 
     def _end(self, name: str, finish: Finish) -> Generated:

@@ -140,6 +140,8 @@ class EngineServer:
         if not self._results[client]:
             await wait_event(event, timeout)
             self._alive()
+            if client not in self._results:
+                return []  # it was forgotten meanwhile
         results, self._results[client] = self._results[client], []
         return results
 

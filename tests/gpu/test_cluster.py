@@ -34,6 +34,7 @@ def cluster() -> Iterator[None]:
             patch.setenv(variable.name, variable.value)
         patch.delenv("RAY_ADDRESS", raising=False)
         ray.init(num_cpus=2, num_gpus=1, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
+                 _node_ip_address="127.0.0.1",
                  object_store_memory=128 << 20)  # fmt: skip
         try:
             yield

@@ -1,67 +1,181 @@
-"""Thousands of seeded interleavings of reserve, finish, fail, hold, lease, kill and restore, in virtual time."""
+"""Thousands of seeded worlds: reserve, finish, fail, hold, lease, kill, race, alter and restore, in virtual time."""
 
 from __future__ import annotations
 
-import multiprocessing
+import hashlib
 import os
-import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
 
 import pytest
 
-from tests.simulation.world import World
+from gpu.rollout.calls import Callers
+from gpu.rollout.messages import Identity
+from gpu.rollout.results import Results
+from storage import journal, payload, reader, segment
+from storage.errors import TidegateError
+from storage.ledger import Rollout, RolloutState
+from storage.memory import MemoryStore
+from tests.simulation import __main__ as runner
+from tests.simulation import memo, oracle
+from tests.simulation.campaign import Failure, missing, play_all, play_seeds
+from tests.simulation.incarnations import RUN
+from tests.simulation.shapes import SHAPES
+from tests.simulation.world import World, play
 
-SEEDS = int(os.environ.get("TIDEGATE_SIMULATIONS", "2000"))
-PART, BATCH = 500, 25
-NAMES = ("incarnations", "steps", "consumed", "rollouts_reused", "rollouts_regenerated", "steps_redone")
+WORLDS = int(os.environ.get("TIDEGATE_SIMULATIONS", "6400"))
+"""Worlds in all: one of sixteen is large."""
+SEEDS = {"small": WORLDS - WORLDS // 16, "large": WORLDS // 16}
 
 
-@pytest.fixture(scope="module")
-def cores() -> Iterator[ProcessPoolExecutor]:
-    """A world has one thread; each core simulates its own."""
-    with ProcessPoolExecutor(mp_context=multiprocessing.get_context("spawn")) as pool:
-        yield pool
-
-
-def simulate(seeds: range) -> Counter[str]:
-    """Run worlds to their end; raises what one of them broke."""
+@pytest.mark.parametrize("size", sorted(SHAPES))
+def test_every_interleaving_settles_each_ordinal_once_and_makes_progress(size: str) -> None:
     totals: Counter[str] = Counter()
-    for seed in seeds:
-        dice = random.Random(seed)
-        try:
-            report = World(seed, length=dice.choice([5, 10, 14])).run(chaos=dice.choice([60, 150, 300]))
-        except Exception as error:
-            raise AssertionError(f"reproduce with World({seed}): {error}") from error
-        totals.update({name: getattr(report, name) for name in NAMES})
-    return totals
-
-
-@pytest.mark.parametrize("first", range(0, SEEDS, PART))
-def test_every_interleaving_settles_each_ordinal_once_and_makes_progress(
-    first: int, cores: ProcessPoolExecutor
-) -> None:
-    last = min(first + PART, SEEDS)
-    batches = [range(start, min(start + BATCH, last)) for start in range(first, last, BATCH)]
-    totals: Counter[str] = sum(cores.map(simulate, batches), Counter())
-    # The world would prove nothing if its faults did not happen.
-    assert totals["incarnations"] > last - first
-    assert min(totals[name] for name in ("rollouts_reused", "rollouts_regenerated", "steps_redone")) > 0
+    failures: list[Failure] = []
+    for part in play_all(size, range(SEEDS[size]), None):
+        totals += part.totals
+        failures += part.failures
+        if failures:
+            break
+    assert not failures, failures[0]
+    # The worlds would prove nothing if their faults did not happen.
+    assert not missing(size, totals)
 
 
 def test_a_run_without_faults_needs_one_incarnation_and_regenerates_nothing() -> None:
     for seed in range(10):
-        world = World(seed, length=12)
-        report = world.run(chaos=0)
+        report = World(seed, length=12).run(chaos=0)
         assert (report.incarnations, report.rollouts_regenerated, report.steps_redone) == (1, 0, 0)
 
 
-def test_a_seed_reproduces_its_interleaving_exactly() -> None:
-    def journal(seed: int) -> list[bytes]:
-        world = World(seed, length=8)
-        world.run(chaos=200)
-        return [world.store.read(key) for key in sorted(world.store.list("runs/sim/journal"))]
+@pytest.mark.parametrize("size", sorted(SHAPES))
+def test_a_seed_reproduces_its_interleaving_exactly(size: str) -> None:
+    assert fingerprint(77, size) == fingerprint(77, size)
+    assert fingerprint(77, size) != fingerprint(78, size)
 
-    assert journal(77) == journal(77)
-    assert journal(77) != journal(78)
+
+def test_a_seed_reproduces_in_another_process_and_after_other_worlds() -> None:
+    """Nothing is drawn from hashes, from the order of a set, or from what was played before."""
+    play_seeds("small", range(20))
+    program = "from tests.simulation.test_simulation import fingerprint; print(fingerprint(77, 'small'))"
+    found = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "PYTHONHASHSEED": "12345"},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    assert found.stdout.strip() == fingerprint(77, "small")
+
+
+def fingerprint(seed: int, size: str) -> str:
+    """The whole journal of a world ends in this digest: each segment holds the one before."""
+    world, _ = play(seed, SHAPES[size])
+    *_, last = journal.read_journal(world.store, RUN)
+    return f"{last.header.slot}:{last.digest}"
+
+
+# ---------------------------------------------------------------------- broken code must be found
+
+
+@pytest.fixture(autouse=True)
+def nothing_remembered() -> Iterator[None]:
+    yield
+    memo.forget()
+
+
+def broken(size: str = "small", seeds: range = range(300)) -> str:
+    """What the worlds say of code that was broken; fails when they say nothing."""
+    for seed in seeds:
+        part = play_seeds(size, range(seed, seed + 1))
+        if part.failures:
+            return part.failures[0].trace
+    return pytest.fail(f"{len(seeds)} worlds did not notice")
+
+
+def test_worlds_notice_a_writer_that_takes_any_full_slot_for_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = journal.store_frozen
+
+    def careless(store: journal.Store, run: str, incarnation: int, frozen: journal.Frozen) -> None:
+        try:
+            whole(store, run, incarnation, frozen)
+        except (journal.RunFenced, journal.TwoOwners):
+            return
+
+    monkeypatch.setattr(journal, "store_frozen", careless)
+    assert broken()
+
+
+def test_worlds_notice_a_store_that_overwrites(monkeypatch: pytest.MonkeyPatch) -> None:
+    def overwrite(store: MemoryStore, key: str, data: bytes) -> None:
+        store.delete([key])
+        store._objects[key] = bytes(data)
+
+    monkeypatch.setattr(MemoryStore, "create", overwrite)
+    assert broken()
+
+
+def test_worlds_notice_a_claim_that_keeps_the_incarnation(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = journal.claim
+
+    def again(*args: object, **settings: object) -> journal.Claimed:
+        claimed = whole(*args, **settings)  # type: ignore[arg-type]
+        return claimed._replace(incarnation=max(1, claimed.incarnation - 1))
+
+    monkeypatch.setattr(journal, "claim", again)
+    assert "two claimants got one incarnation" in broken()
+
+
+def test_worlds_notice_segments_that_are_read_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(segment, "check_digest", lambda data, where: segment._DIGEST.search(data).group(1).decode())
+    assert broken()
+
+
+def test_worlds_notice_blocks_that_are_read_unchecked(monkeypatch: pytest.MonkeyPatch) -> None:
+    def unchecked(data: bytes, digest: str, where: str) -> list[payload.TurnRow]:
+        return payload.decode_block(data, hashlib.sha256(data).hexdigest(), where)
+
+    monkeypatch.setattr(reader, "decode_block", unchecked)
+    assert broken("large", range(40))
+
+
+def test_worlds_notice_a_manager_that_serves_a_replaced_driver(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Callers, "check", lambda self, caller: None)
+    assert broken()
+
+
+def test_worlds_notice_a_late_result_that_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def current(self: Results, identity: Identity) -> Rollout | None:
+        group = self._books.ledger.groups.get(identity.group)
+        rollout = group.rollouts[identity.sibling] if group else None
+        return rollout if rollout and rollout.state is RolloutState.LIVE else None
+
+    monkeypatch.setattr(Results, "_current", current)
+    assert broken("large", range(20, 60))
+
+
+# ---------------------------------------------------------------------- the runner
+
+
+def broken_oracle(*state: object) -> None:
+    raise AssertionError("broken on purpose")
+
+
+def test_a_failing_seed_names_the_command_that_plays_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(oracle, "check", broken_oracle)
+    assert runner.main(["--seeds", "4711:4712", "--jobs", "1"]) == 1
+    assert "python -m tests.simulation --seeds 4711:4712 --world small" in capsys.readouterr().out
+
+
+def test_a_claimant_tells_a_removed_segment_from_the_end() -> None:
+    world = World(3, length=2)
+    world.run(chaos=0)
+    world.store.alter(world.store.keys("/journal/")[1], None)
+    with pytest.raises(TidegateError):
+        journal.claim(world.store, RUN, 1, owner="sim", writer="late", reason="x", clock=world.clock)

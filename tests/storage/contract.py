@@ -83,6 +83,8 @@ class StoreContract:
             store.create(key, b"x")
         assert sorted(store.list("a")) == ["a/1", "a/b/2"]
         assert store.list("nothing") == []
+        assert sorted(store.list("a", "a/1")) == ["a/b/2"]
+        assert store.list("a", "a/c") == []
 
     def test_deleting_is_idempotent(self, store: Store) -> None:
         store.create("a/1", b"x")

@@ -111,6 +111,40 @@ def test_a_journal_reads_back_in_order_and_folds() -> None:
     assert claimed.incarnation == 1
 
 
+@pytest.mark.parametrize("missing", [(1,), (2,), (1, 2), (0,), (0, 1, 2)])
+def test_a_removed_segment_with_later_ones_behind_it_is_never_taken_for_the_end(missing: tuple[int, ...]) -> None:
+    store = MemoryStore()
+    writer, _ = start(store)
+    for first in range(3):
+        put(store, writer, 1, schema.GroupReserved(first, 1))
+    for slot in missing:
+        store.delete([RunPaths("r").segment(slot)])
+    before = dict(store._objects)
+    with pytest.raises(ArtifactCorrupt, match="later segments"):
+        list(read_journal(store, "r"))
+    with pytest.raises(ArtifactCorrupt, match="later segments"):
+        claim(store, "r", 2, owner="x", writer="late", reason="z", clock=CLOCK)
+    assert store._objects == before, "nothing was written into the hole"
+
+
+def test_a_segment_that_appears_between_probe_and_listing_is_read_and_is_no_hole() -> None:
+    class Growing(MemoryStore):
+        grow = False
+
+        def list(self, prefix: str, after: str = "") -> list[str]:
+            if self.grow:
+                self.grow = False
+                for first in (1, 2):
+                    put(self, writer, 1, schema.GroupReserved(first, 1))
+            return super().list(prefix, after)
+
+    store = Growing()
+    writer, _ = start(store)
+    put(store, writer, 1, schema.GroupReserved(0, 1))
+    store.grow = True
+    assert fold(store, "r", 2)[0].frontier == 3
+
+
 @pytest.mark.parametrize("change", ["swap", "drop", "copy", "other_run"])
 def test_moved_missing_and_mixed_segments_break_the_chain(change: str) -> None:
     store = MemoryStore()

@@ -25,13 +25,14 @@ from rich.table import Table
 
 from flows.config import RunConfig
 from flows.settings import RAY
+from flows.stack import end_politely
 from tests.faults.campaign.places import LocalPlace, S3Place, local_place, s3_place
 from tests.faults.campaign.plan import draw
 from tests.faults.campaign.run import MARK, Broken, Run
 from tests.faults.house import small
 
-EVENTS = 6
-EPOCHS = 3
+EVENTS = 10
+EPOCHS = 4
 FIGURES = {"reused": "rollouts_reused", "regenerated": "rollouts_regenerated", "continued": "rollouts_continued",
            "redone": "steps_redone", "consumed": "consumed", "lost": "lost", "trained twice": "trained_twice",
            "incarnations": "incarnations"}  # fmt: skip
@@ -41,7 +42,7 @@ def config_of(place: LocalPlace | S3Place, seed: int, address: str) -> RunConfig
     run = f"{place.name}-{seed}-{uuid.uuid4().hex[:4]}"
     config = small(
         environment={"name": "reverse", "options": {"letters": 2}, "epochs": EPOCHS},
-        generation={"engines": 2, "workers": 2, "cpus": 0.1},
+        generation={"engines": 1, "workers": 2, "cpus": 0.1},
         training={"cpus": 0.1},
         storage={"url": place.url(run), "flush_interval": 0.02, "commit_deadline": 120.0},
         cluster={
@@ -60,6 +61,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="only this one")
     parser.add_argument("--json", type=Path, help="also write the summary there")
     parsed = parser.parse_args()
+    end_politely()
     root = Path(tempfile.mkdtemp(prefix="tidegate-campaign-"))
     with ExitStack() as stack:
         os.environ[MARK] = uuid.uuid4().hex
@@ -79,7 +81,13 @@ def _ray(stack: ExitStack) -> str:
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     import ray
 
-    context = ray.init(num_cpus=8, include_dashboard=False, log_to_driver=False, object_store_memory=256 << 20)
+    context = ray.init(
+        num_cpus=8,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=256 << 20,
+        _node_ip_address="127.0.0.1",
+    )
     stack.callback(ray.shutdown)
     return str(context.address_info["gcs_address"])
 
