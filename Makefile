@@ -6,6 +6,8 @@ STORAGE ?= file
 DEMO_SEED ?= 0
 KILLS ?= 20
 SIMULATIONS ?= 20000
+CLAIMS ?= 200
+FAULTS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
 # Compute libraries would start a spinning thread per core in every process.
@@ -19,7 +21,8 @@ help:
 	@echo "make demo MODEL=tiny    the same with a 29-thousand-parameter model (4 minutes); DEMO_SEED=N draws the kills"
 	@echo "make demo STORAGE=s3    on an S3 server (SeaweedFS) that starts and ends with it; goes with both models"
 	@echo "make test               the tests (under 10 minutes)"
-	@echo "make faults             the long fault runs: KILLS=$(KILLS) of each process, SIMULATIONS=$(SIMULATIONS) interleavings"
+	@echo "make faults             the long fault runs: KILLS=$(KILLS) of each process, CLAIMS=$(CLAIMS) races of two claimants,"
+	@echo "                        SIMULATIONS=$(SIMULATIONS) interleavings, FAULTS=$(FAULTS) real faults on Ray, files and S3"
 	@echo "make bench              benchmarks"
 	@echo "make lint, make format  static checks; put the code in order"
 	@echo "make install            only create $(VENV)"
@@ -45,8 +48,10 @@ test: $(VENV)/.installed
 	$(BIN)/python -m pytest -m "not slow" --durations=10
 
 faults: $(VENV)/.installed
-	TIDEGATE_KILLS=$(KILLS) TIDEGATE_SIMULATIONS=$(SIMULATIONS) \
-	  $(BIN)/python -m pytest --timeout=0 --durations=10 tests/faults tests/simulation
+	TIDEGATE_KILLS=$(KILLS) TIDEGATE_CLAIMS=$(CLAIMS) \
+	  $(BIN)/python -m pytest --timeout=0 --durations=10 tests/faults tests/composition tests/flows/test_fencing.py
+	$(BIN)/python -m tests.simulation --seeds 0:$(SIMULATIONS) --world tiny
+	$(BIN)/python -m tests.faults.campaign --faults $(FAULTS)
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/rollout.py --json

@@ -12,7 +12,7 @@ from tasks.publish import finish_upload
 from tasks.session import session
 from tests.composition.rig import GPU, PHASES, Rig, durable
 
-pytestmark = GPU
+pytestmark = [*GPU, pytest.mark.slow]
 
 
 async def cut(rig: Rig, step: int, *, published: bool) -> None:

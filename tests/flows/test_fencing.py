@@ -38,7 +38,7 @@ from tests.faults.house import small
 HOME = Path(__file__).parents[2]
 STEPS = 16
 PATIENCE_S = 180.0
-pytestmark = pytest.mark.timeout(540)
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(540)]
 
 
 @pytest.fixture(scope="module")

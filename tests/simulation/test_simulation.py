@@ -26,7 +26,7 @@ from tests.simulation.incarnations import RUN
 from tests.simulation.shapes import SHAPES
 from tests.simulation.world import World, play
 
-WORLDS = int(os.environ.get("TIDEGATE_SIMULATIONS", "6400"))
+WORLDS = int(os.environ.get("TIDEGATE_SIMULATIONS", "3200"))
 """Worlds in all: one of sixteen is large."""
 SEEDS = {"small": WORLDS - WORLDS // 16, "large": WORLDS // 16}
 

@@ -31,8 +31,8 @@ from tests.faults.campaign.plan import draw
 from tests.faults.campaign.run import MARK, Broken, Run
 from tests.faults.house import small
 
-EVENTS = 10
-EPOCHS = 4
+EVENTS = 14
+EPOCHS = 5
 FIGURES = {"reused": "rollouts_reused", "regenerated": "rollouts_regenerated", "continued": "rollouts_continued",
            "redone": "steps_redone", "consumed": "consumed", "lost": "lost", "trained twice": "trained_twice",
            "incarnations": "incarnations"}  # fmt: skip

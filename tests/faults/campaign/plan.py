@@ -10,7 +10,7 @@ from tests.faults.proxy import Fault
 PROCESSES = ("driver", "manager", "trainer", "engine", "worker")
 REQUESTS = (Fault.LOST_REPLY, Fault.DELAYED, Fault.SLOW_DOWN, Fault.TIMEOUT, Fault.DROPPED, Fault.ERROR, Fault.EXPIRED,
             Fault.CONFLICT, Fault.FULL, Fault.BIT_FLIP, Fault.TRUNCATED)  # fmt: skip
-WEIGHTS = {"local": (5, 3, 2, 2), "s3": (4, 2, 6, 2)}
+WEIGHTS = {"local": (5, 3, 3, 1), "s3": (3, 1, 10, 1)}
 """How often: kill, stop, store, alter. A network has more ways to fail than a disk."""
 WHERE = ("/journal/", "/objects/", "/checkpoints/", "")
 
