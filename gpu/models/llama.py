@@ -80,7 +80,7 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
-        # Not initialised here: `init_weights` or a file does it, and on the meta device the draw would import a compiler.
+        # Not drawn here: `init_weights` or a file sets it, and a draw on the meta device imports a compiler first.
         table = torch.empty(config.vocab_size, config.hidden_size)
         self.embed_tokens = nn.Embedding.from_pretrained(table, freeze=False)
         self.layers = nn.ModuleList(Layer(config) for _ in range(config.num_hidden_layers))

@@ -23,7 +23,8 @@ def ray_instance() -> Iterator[None]:
             patch.setenv(variable.name, variable.value)
         patch.delenv("RAY_ADDRESS", raising=False)
         patch.setenv("PYTHONPATH", str(ROOT))  # workers import this folder's environment
-        ray.init(num_cpus=2, num_gpus=torch.cuda.device_count(), namespace=NAMESPACE, include_dashboard=False, _node_ip_address="127.0.0.1",
+        ray.init(num_cpus=2, num_gpus=torch.cuda.device_count(), namespace=NAMESPACE, include_dashboard=False,
+                 _node_ip_address="127.0.0.1",
                  log_to_driver=False, object_store_memory=128 << 20)  # fmt: skip
         try:
             yield

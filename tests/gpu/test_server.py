@@ -120,6 +120,18 @@ async def test_a_client_forgotten_during_a_pause_leaves_nothing_behind(served: S
     assert (await server.stats()).tokens == 0
 
 
+async def test_a_client_forgotten_while_it_waits_for_results_gets_none_and_no_error(served: Served) -> None:
+    """Its worker has died; the call that waits for it must not end as an untyped error when another result comes."""
+    server, _ = served
+    assert await server.submit("gone", []) == {}
+    waiting = asyncio.create_task(server.collect("gone", 5.0))
+    await asyncio.sleep(0.02)
+    await server.forget("gone")
+    await server.submit("other", [request("x")])
+    assert [result.id for result in await collect(server, "other", 1)] == ["x"]
+    assert await waiting == []
+
+
 async def test_cancelling_ends_open_calls_with_what_they_have(served: Served) -> None:
     server, engine = served
     engine.going = False
