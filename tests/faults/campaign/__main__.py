@@ -78,6 +78,7 @@ def _ray(stack: ExitStack) -> str:
     for variable in RAY:
         os.environ[variable.name] = variable.value
     os.environ.pop("RAY_ADDRESS", None)
+    os.environ["RAY_worker_niceness"] = "0"  # a machine that does other things too must not starve the run
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     import ray
 
