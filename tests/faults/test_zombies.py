@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
 import threading
+import time
 import uuid
 from collections.abc import Iterator
 from pathlib import Path
@@ -30,6 +32,7 @@ from tests import servers
 
 RUN = "zombies"
 ROUNDS = int(os.environ.get("TIDEGATE_CLAIMS", "20"))
+ROUNDS_OF_A_RUN = 10
 
 
 @pytest.fixture(params=["local", "s3"])
@@ -48,29 +51,29 @@ def store(url: str) -> Store:
     return one
 
 
-def claims(store: Store) -> list[tuple[int, str]]:
+def claims(store: Store, run: str = RUN) -> list[tuple[int, str]]:
     """(incarnation, writer) of every claim; the reading proves that there is no hole."""
     return [
         (row.record.incarnation, segment.header.writer)
-        for segment in read_journal(store, RUN)
+        for segment in read_journal(store, run)
         for row in segment.rows
         if isinstance(row.record, schema.RunClaimed)
     ]
 
 
-def write(store: Store, claimed: object, writer: str, count: int) -> JournalWriter:
+def write(store: Store, claimed: object, writer: str, count: int, run: str = RUN) -> JournalWriter:
     """Append `count` records, a segment each."""
-    journal = JournalWriter(RUN, claimed.incarnation, writer, claimed.tail, SystemClock())  # type: ignore[attr-defined]
+    journal = JournalWriter(run, claimed.incarnation, writer, claimed.tail, SystemClock())  # type: ignore[attr-defined]
     for _ in range(count):
         journal.append(schema.ConfigChanged({"n": "1"}))
         frozen = journal.freeze()
-        store_frozen(store, RUN, claimed.incarnation, frozen)  # type: ignore[attr-defined]
+        store_frozen(store, run, claimed.incarnation, frozen)  # type: ignore[attr-defined]
         journal.confirm(frozen)
     return journal
 
 
-def take(store: Store, writer: str) -> object:
-    return claim(store, RUN, 1, owner=writer, writer=writer, reason="test", clock=SystemClock())
+def take(store: Store, writer: str, run: str = RUN) -> object:
+    return claim(store, run, 1, owner=writer, writer=writer, reason="test", clock=SystemClock())
 
 
 # ---------------------------------------------------------------------- racing claimants
@@ -78,22 +81,33 @@ def take(store: Store, writer: str) -> object:
 
 def test_of_two_simultaneous_claimants_each_gets_an_incarnation_of_its_own(store: Store) -> None:
     """Both go on to write: the one with the higher incarnation can, the other is fenced, and none fences itself."""
-    for round_ in range(ROUNDS):
+    dice = random.Random(ROUNDS)
+    for first in range(0, ROUNDS, ROUNDS_OF_A_RUN):
+        _race(store, f"race-{first}", range(first, min(ROUNDS, first + ROUNDS_OF_A_RUN)), dice)
+
+
+def _race(store: Store, run: str, rounds: range, dice: random.Random) -> None:
+    create_run(store, make_run(run=run, created=0.0, num_siblings=1, staleness=None, fingerprints={}, settings={}))
+    for round_ in rounds:
         barrier = threading.Barrier(2)
+        late = {f"r{round_}a": dice.uniform(0.0, 0.004), f"r{round_}b": dice.uniform(0.0, 0.004)}
         won: dict[str, object] = {}
         ended: dict[str, str] = {}
 
-        def race(name: str, barrier: threading.Barrier = barrier, won: dict = won, ended: dict = ended) -> None:
+        def race(
+            name: str, seconds: float, barrier: threading.Barrier = barrier, won: dict = won, ended: dict = ended
+        ) -> None:
             barrier.wait()
-            won[name] = take(store, name)
+            time.sleep(seconds)
+            won[name] = take(store, name, run)
             try:
-                write(store, won[name], name, 2)
+                write(store, won[name], name, 2, run)
                 ended[name] = "wrote"
             except RunFenced:
                 ended[name] = "fenced"
 
-        names = [f"r{round_}a", f"r{round_}b"]
-        threads = [threading.Thread(target=race, args=(name,)) for name in names]
+        names = list(late)
+        threads = [threading.Thread(target=race, args=item) for item in late.items()]
         for thread in threads:
             thread.start()
         for thread in threads:
@@ -101,10 +115,10 @@ def test_of_two_simultaneous_claimants_each_gets_an_incarnation_of_its_own(store
         by_incarnation = sorted(names, key=lambda name: won[name].incarnation)  # type: ignore[attr-defined]
         assert won[names[0]].incarnation != won[names[1]].incarnation  # type: ignore[attr-defined]
         assert ended[by_incarnation[1]] == "wrote", "the newest is never fenced"
-    found = claims(store)
-    assert [incarnation for incarnation, _ in found] == list(range(1, 2 * ROUNDS + 1))
-    assert len({writer for _, writer in found}) == 2 * ROUNDS
-    assert verify(store, RUN).sound
+    found = claims(store, run)
+    assert [incarnation for incarnation, _ in found] == list(range(1, 2 * len(rounds) + 1))
+    assert len({writer for _, writer in found}) == 2 * len(rounds)
+    assert verify(store, run).sound
 
 
 # ---------------------------------------------------------------------- a process that is stopped

@@ -78,7 +78,8 @@ def _ray(stack: ExitStack) -> str:
     for variable in RAY:
         os.environ[variable.name] = variable.value
     os.environ.pop("RAY_ADDRESS", None)
-    os.environ["RAY_worker_niceness"] = "0"  # a machine that does other things too must not starve the run
+    # Ray writes it so. A machine that does other things too must not starve the run.
+    os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
     os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
     import ray
 

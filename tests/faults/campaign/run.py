@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import multiprocessing
 import os
-import queue
 import signal
-import subprocess
-import sys
 import threading
 import time
 from collections import Counter
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from multiprocessing.context import ForkServerProcess
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +24,14 @@ from storage.journal import read_journal
 from storage.runs import RunPaths
 from storage.schema import CheckpointPublished
 from storage.verify import Report, verify
+from tests.faults.campaign import driver
 from tests.faults.campaign.driver import FENCED, FINISHED, LOST, STORE
 from tests.faults.campaign.places import LocalPlace, S3Place
 from tests.faults.campaign.plan import Event, Plan
 from tests.faults.proxy import Fault
 
+FORKS = multiprocessing.get_context("forkserver")
+FORKS.set_forkserver_preload(["tests.faults.campaign.driver"])  # its imports take longer than most attempts
 MARK = "TIDEGATE_CAMPAIGN"
 ACTORS = {"manager": "Manager", "trainer": "Trainer", "engine": "Engine", "worker": "Worker"}
 LIMIT_S = 420.0
@@ -42,31 +45,38 @@ class Broken(AssertionError):
 class Driver:
     """A flow attempt. `lines` get what it says; `zombie` once it was stopped and another was started."""
 
-    process: subprocess.Popen[bytes]
-    lines: queue.Queue[dict[str, Any]] = field(default_factory=queue.Queue)
+    process: ForkServerProcess
+    source: Connection
     zombie: bool = False
     said: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
-    def start(cls, config: RunConfig, log: Path) -> Driver:
-        with open(log, "ab") as err:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "tests.faults.campaign.driver", config.model_dump_json()],
-                stdout=subprocess.PIPE, stderr=err, stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
-        one = cls(process)
-        threading.Thread(target=one._read, daemon=True).start()
-        return one
+    def start(cls, config: RunConfig, log: Path, attempt: int) -> Driver:
+        source, sink = FORKS.Pipe(duplex=False)
+        process = FORKS.Process(target=driver.main, args=(config, attempt, str(log), sink))
+        process.start()
+        sink.close()
+        return cls(process, source)
 
-    def _read(self) -> None:
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            with contextlib.suppress(msgspec.DecodeError):  # a line that a kill has cut
-                self.lines.put(msgspec.json.decode(line))
+    def listen(self) -> list[dict[str, Any]]:
+        """What it has said since the last time."""
+        found: list[dict[str, Any]] = []
+        with contextlib.suppress(EOFError, OSError):  # the end, or a line that a kill has cut
+            while self.source.poll():
+                found.append(msgspec.json.decode(self.source.recv_bytes()))
+        self.said += found
+        return found
+
+    def wait(self, seconds: float) -> int:
+        """Its exit code. Raises `Broken`."""
+        self.process.join(seconds)
+        if self.process.exitcode is None:
+            raise Broken(f"a driver did not end in {seconds:.0f} s: {self.said[-1:]}")
+        return self.process.exitcode
 
     def signal(self, number: signal.Signals) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, number)
+        if self.process.pid is not None:
+            _send(self.process.pid, number)
 
 
 @dataclass
@@ -91,7 +101,7 @@ class Run:
 
     def go(self) -> Report:
         """Drive the run to its end through all events of its plan. Raises `Broken`."""
-        self.driver = Driver.start(self.config, self.log)
+        self.driver = Driver.start(self.config, self.log, 1)
         events = list(self.plan.events)
         try:
             while not self._ended():
@@ -107,26 +117,22 @@ class Run:
         finally:
             for timer in self.waking:
                 timer.cancel()
-            for driver in (self.driver, *self.zombies):
-                driver.signal(signal.SIGKILL)
-                driver.process.wait(10)
+            for one in (self.driver, *self.zombies):
+                one.signal(signal.SIGKILL)
+                one.wait(10)
             for kind in ACTORS:
                 self._signal(kind, signal.SIGKILL)
 
     def _listen(self) -> None:
-        with contextlib.suppress(queue.Empty):
-            while True:
-                line = self.driver.lines.get_nowait()
-                self.driver.said.append(line)
-                self.step = max(self.step, line.get("step", 0))
-                if line.get("resumed"):
-                    self.counts["resumed"] += line["resumed"]["incarnation"] > 1 or self.counts["attempts"] > 0
-                    self.counts["redone"] += line["resumed"]["redone"]
-                    if line["resumed"]["diverged"]:
-                        raise Broken(f"{line['resumed']['diverged']} redone steps came to another state")
+        for line in self.driver.listen():
+            self.step = max(self.step, line.get("step", 0))
+            if line.get("resumed"):
+                self.counts["resumed"] += self.counts["retries"] > 0
+                if line["resumed"]["diverged"]:
+                    raise Broken(f"{line['resumed']['diverged']} redone steps came to another state")
 
     def _ended(self) -> bool:
-        code = self.driver.process.poll()
+        code = self.driver.process.exitcode
         if code is None:
             return False
         time.sleep(0.05)
@@ -140,8 +146,8 @@ class Run:
         return False
 
     def _retry(self) -> None:
-        self.counts["attempts"] += 1
-        self.driver = Driver.start(self.config, self.log)
+        self.counts["retries"] += 1
+        self.driver = Driver.start(self.config, self.log, 1 + self.counts["retries"])
 
     # ------------------------------------------------------------------ faults
 
@@ -166,7 +172,7 @@ class Run:
 
     def _kill_everything(self) -> None:
         self.driver.signal(signal.SIGKILL)
-        self.driver.process.wait(10)
+        self.driver.wait(10)
         self._listen()
         for kind in ACTORS:
             self._signal(kind, signal.SIGKILL)
@@ -213,7 +219,7 @@ class Run:
             delay_s=event.seconds,
         )  # fmt: skip
         deadline = time.monotonic() + 4.0
-        while rule.times and time.monotonic() < deadline and self.driver.process.poll() is None:
+        while rule.times and time.monotonic() < deadline and self.driver.process.exitcode is None:
             self._listen()
             time.sleep(0.01)
         rule.times = 0
@@ -270,7 +276,7 @@ class Run:
     def _refuse_or_reject(self, what: str, before: set[str], key: str) -> None:
         self._retry()
         if what == "journal":
-            code = self.driver.process.wait(120)
+            code = self.driver.wait(120)
             time.sleep(0.05)
             self._listen()
             if code not in (1, 2) or set(self.direct.list(RunPaths(self.config.run).journal)) - {key} != before - {key}:
@@ -280,7 +286,7 @@ class Run:
         while not (found := [line["resumed"] for line in self.driver.said if line.get("resumed")]):
             self._listen()
             time.sleep(0.01)
-            if time.monotonic() > deadline or self.driver.process.poll() is not None:
+            if time.monotonic() > deadline or self.driver.process.exitcode is not None:
                 raise Broken(f"a run with altered {key} did not resume from elsewhere: {self.driver.said[-1:]}")
         if not found[0]["rejected"]:
             raise Broken(f"altered {key} was not rejected: {found[0]}")
@@ -307,7 +313,7 @@ class Run:
         for timer in self.waking:
             timer.join(15)
         for zombie in self.zombies:
-            code = zombie.process.wait(60)
+            code = zombie.wait(60)
             if code not in (FENCED, LOST, -signal.SIGKILL):
                 raise Broken(f"a stopped driver that continued ended with {code}")
             self.counts["zombie drivers refused"] += code == FENCED
