@@ -15,7 +15,7 @@ from collections.abc import Generator
 from dataclasses import dataclass, field
 from enum import Enum
 
-from aiohttp import ClientSession, ClientTimeout, web
+from aiohttp import ClientError, ClientSession, ClientTimeout, web
 from yarl import URL
 
 
@@ -95,6 +95,14 @@ class Proxy:
         return None
 
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+        try:
+            return await self._handle(request)
+        except (ClientError, ConnectionError):  # either side is gone
+            if request.transport is not None:
+                request.transport.abort()
+            return web.Response(status=502)
+
+    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if "Expect" in request.headers and request.transport is not None:
             request.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         body = await request.read()

@@ -9,9 +9,11 @@ import msgspec
 import pytest
 
 from storage import schema
-from storage.errors import SchemaUnsupported, UnknownRun
+from storage.errors import SchemaUnsupported, StoreUnavailable, UnknownRun
+from storage.journal import fold
 from storage.memory import MemoryStore
 from storage.payload import VersionSpan, decode_block, encode_block
+from storage.restore import load_base, plan_restore
 from storage.runs import RunPaths, open_run
 from storage.schema import Record
 from storage.segment import Row
@@ -203,6 +205,30 @@ def test_a_missing_object_is_found() -> None:
         original = store._objects.pop(key)
         assert "missing" in problems(store)
         store._objects[key] = original
+
+
+@pytest.mark.parametrize("what", ["/objects/", "/checkpoints/", "/journal/"])
+def test_a_store_that_does_not_answer_says_nothing_about_a_run_or_a_checkpoint(what: str) -> None:
+    class Away(MemoryStore):
+        away = False
+
+        def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            if self.away and what in key:
+                raise StoreUnavailable("no reply", expected="a reply", action="repair the store")
+            return super().read(key, start, end)
+
+    store = finished_run()
+    away = Away()
+    away._objects = store._objects
+    plan = plan_restore(fold(store, RUN, 2)[0], RUN)
+    away.away = True
+    with pytest.raises(StoreUnavailable):
+        verify(away, RUN)
+    if what != "/journal/":
+        with pytest.raises(StoreUnavailable):  # a checkpoint that could not be read is not a bad one
+            load_base(away, plan)
+    away.away = False
+    assert verify(away, RUN).sound
 
 
 def test_a_checkpoint_of_another_state_is_found() -> None:
