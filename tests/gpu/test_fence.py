@@ -43,7 +43,7 @@ def test_a_run_without_a_journal_has_fenced_nobody() -> None:
 def test_a_listing_that_is_old_does_not_hide_the_newer_incarnation() -> None:
     class Stale(MemoryStore):
         def list(self, prefix: str, after: str = "") -> list[str]:
-            return sorted(super().list(prefix))[:1]
+            return sorted(super().list(prefix, after))[:1]
 
     store = claimed(0)
     store.__class__ = Stale

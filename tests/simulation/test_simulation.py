@@ -27,8 +27,8 @@ from tests.simulation.shapes import SHAPES
 from tests.simulation.world import World, play
 
 WORLDS = int(os.environ.get("TIDEGATE_SIMULATIONS", "3200"))
-"""Worlds in all: one of sixteen is large."""
-SEEDS = {"small": WORLDS - WORLDS // 16, "large": WORLDS // 16}
+"""Worlds in all: half of them tiny, one of sixteen large."""
+SEEDS = {"tiny": WORLDS // 2, "small": WORLDS // 2 - WORLDS // 16, "large": WORLDS // 16}
 
 
 @pytest.mark.parametrize("size", sorted(SHAPES))
