@@ -31,6 +31,8 @@ WORK = ("steps", "incarnations", "segments", "consumed", "discarded", "quarantin
 NEVER = ("lost", "trained_twice")
 ENOUGH = {"tiny": 50_000, "small": 5000, "large": 300}
 """Worlds after which each kind has certainly happened."""
+TOO_RARE = {"tiny": {"altered_manifest", "altered_shard"}}
+"""A tiny run ends before a claim follows its first checkpoint; the larger worlds have these."""
 
 
 class Failure(NamedTuple):
@@ -92,5 +94,6 @@ def missing(size: str, totals: Counter[str]) -> list[str]:
     """What the sum lacks: kinds that should have happened, or things that must never happen."""
     wrong = [f"{name} = {totals[name]}, expected 0" for name in NEVER if totals[name]]
     if totals["worlds"] >= ENOUGH[size]:
-        wrong += [f"{name} never happened" for name in (*FAULTS, *WORK) if not totals[name]]
+        expected = set((*FAULTS, *WORK)) - TOO_RARE.get(size, set())
+        wrong += [f"{name} never happened" for name in sorted(expected) if not totals[name]]
     return wrong
