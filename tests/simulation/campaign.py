@@ -94,6 +94,6 @@ def missing(size: str, totals: Counter[str]) -> list[str]:
     """What the sum lacks: kinds that should have happened, or things that must never happen."""
     wrong = [f"{name} = {totals[name]}, expected 0" for name in NEVER if totals[name]]
     if totals["worlds"] >= ENOUGH[size]:
-        expected = set((*FAULTS, *WORK)) - TOO_RARE.get(size, set())
+        expected = {*FAULTS, *WORK} - TOO_RARE.get(size, set())
         wrong += [f"{name} never happened" for name in sorted(expected) if not totals[name]]
     return wrong
