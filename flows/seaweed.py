@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from botocore.session import get_session  # pyright: ignore[reportMissingTypeStubs]
 
@@ -122,13 +123,12 @@ def create_bucket(server: S3Server, alive: Callable[[], None] = lambda: None, bu
             time.sleep(0.05)
 
 
-def _use(client: object, bucket: str) -> None:
-    call = client.__getattribute__
-    with contextlib.suppress(call("exceptions").BucketAlreadyOwnedByYou, call("exceptions").BucketAlreadyExists):
-        call("create_bucket")(Bucket=bucket)
-    call("put_object")(Bucket=bucket, Key="ready", Body=b"ready")
-    call("get_object")(Bucket=bucket, Key="ready")["Body"].read()
-    call("delete_object")(Bucket=bucket, Key="ready")
+def _use(client: Any, bucket: str) -> None:
+    with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+        client.create_bucket(Bucket=bucket)
+    client.put_object(Bucket=bucket, Key="ready", Body=b"ready")
+    client.get_object(Bucket=bucket, Key="ready")["Body"].read()
+    client.delete_object(Bucket=bucket, Key="ready")
 
 
 @contextlib.contextmanager
@@ -136,11 +136,7 @@ def running_seaweed(folder: Path) -> Generator[tuple[S3Server, subprocess.Popen[
     """A server with a bucket, its data in folder/data, its output in folder/weed.log; stopped by process id."""
     plan = plan_seaweed(folder / "data", str(Path(sys.executable).parent / "weed"))
     log = folder / "weed.log"
-    with open(log, "ab") as out:
-        one = subprocess.Popen(
-            plan.command, env={**os.environ, **plan.environment}, stdout=out, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
+    one = start_seaweed(plan, log)
 
     def alive() -> None:
         if one.poll() is not None:
@@ -154,6 +150,15 @@ def running_seaweed(folder: Path) -> Generator[tuple[S3Server, subprocess.Popen[
     finally:
         stop(one)
         shutil.rmtree(plan.sockets, ignore_errors=True)
+
+
+def start_seaweed(plan: Plan, log: Path) -> subprocess.Popen[bytes]:
+    """The server's process, in a session of its own; whoever starts it stops it."""
+    with open(log, "ab") as out:
+        return subprocess.Popen(
+            plan.command, env={**os.environ, **plan.environment}, stdout=out, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
 
 
 def stop(one: subprocess.Popen[bytes]) -> None:

@@ -28,7 +28,7 @@ from flows.settings import RAY
 from flows.stack import end_politely
 from tests.faults.campaign.places import LocalPlace, S3Place, local_place, s3_place
 from tests.faults.campaign.plan import draw
-from tests.faults.campaign.run import MARK, Broken, Run
+from tests.faults.campaign.run import EFFECTS, MARK, Broken, Run, effects
 from tests.faults.house import small
 
 EVENTS = 14
@@ -118,9 +118,11 @@ def _campaign(parsed: argparse.Namespace, places: list[LocalPlace | S3Place], ad
         found = {name: getattr(report, field) for name, field in FIGURES.items()}
         figures.update(found)
         figures.update(run.counts)
-        for kind, times in run.hits.items():
+        siblings = config.rollout.siblings
+        for kind, grown in effects(run.direct, config.run, siblings, run.struck).items():
+            never = {"lost": found["lost"], "trained twice": found["trained twice"]}
             done.setdefault(kind, Counter()).update(
-                {"faults": times, **{name: found[name] for name in ("lost", "trained twice")}}
+                {"faults": run.hits[kind], "resumed": run.resumed[kind], **grown, **never}
             )
         print(f"[{time.monotonic() - began:7.1f} s]   sound: {dict(run.hits)} {found} {dict(run.counts)}", flush=True)
     _summary(done, figures, runs, time.monotonic() - began, parsed.json)
@@ -150,11 +152,12 @@ def _summary(
     done: dict[str, Counter[str]], figures: Counter[str], runs: int, seconds: float, path: Path | None
 ) -> None:
     table = Table(title=f"{runs} runs, {sum(one['faults'] for one in done.values())} faults, {seconds:.0f} s")
-    for column in ("kind", "faults", "lost", "trained twice"):
+    columns = ("faults", "resumed", *EFFECTS, "lost", "trained twice")
+    for column in ("kind", *columns):
         table.add_column(column)
     for kind in sorted(done):
-        table.add_row(kind, *(str(done[kind][name]) for name in ("faults", "lost", "trained twice")))
-    console = Console(width=110)
+        table.add_row(kind, *(str(done[kind][name]) for name in columns))
+    console = Console(width=140)
     console.print(table)
     console.print(", ".join(f"{name} {figures[name]}" for name in sorted(figures)))
     if path is not None:

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
+import shutil
 import signal
 import subprocess
-import tempfile
 import uuid
 from collections.abc import Generator
 from pathlib import Path
 
-from flows.seaweed import S3Server, create_bucket, exported, plan_seaweed, stop
+from flows.seaweed import Plan, create_bucket, exported, plan_seaweed, start_seaweed, stop
 from flows.stack import tool
 from storage.filesystem import Store
 from storage.opening import open_store
@@ -64,12 +63,12 @@ def local_place(root: Path) -> Generator[LocalPlace]:
 
 
 class S3Place:
-    """`restart` and `stop`/`go` act on the server's process; `proxy` on single requests."""
+    """`restart` and `signal` act on the server's process; `proxy` on single requests."""
 
     name = "s3"
 
-    def __init__(self, root: Path, server: S3Server, proxy: Proxy) -> None:
-        self.root, self.server, self.proxy = root, server, proxy
+    def __init__(self, root: Path, plan: Plan, proxy: Proxy) -> None:
+        self.root, self.server, self.proxy, self._plan = root, plan.server, proxy, plan
         self.process: subprocess.Popen[bytes] | None = None
         self._prefix = uuid.uuid4().hex[:6]
 
@@ -79,13 +78,16 @@ class S3Place:
     def direct(self, run: str) -> Store:
         return open_store(self.server.url(f"{self._prefix}/{run}"))
 
-    def start(self, command: list[str], environment: dict[str, str]) -> None:
-        with open(self.root / "weed.log", "ab") as out:
-            self.process = subprocess.Popen(
-                command, env={**os.environ, **environment}, stdout=out, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL, start_new_session=True,
-            )  # fmt: skip
+    def start(self) -> None:
+        self.process = start_seaweed(self._plan, self.root / "weed.log")
         create_bucket(self.server)
+
+    def restart(self) -> None:
+        """SIGKILL the server and start it on its data."""
+        assert self.process is not None
+        self.signal(signal.SIGKILL)
+        self.process.wait(10)
+        self.start()
 
     def signal(self, number: signal.Signals) -> None:
         assert self.process is not None
@@ -98,31 +100,11 @@ def s3_place(root: Path) -> Generator[S3Place]:
     folder.mkdir(parents=True)
     plan = plan_seaweed(folder / "data", tool("weed"))
     with exported(plan.server), proxied(plan.server.endpoint) as proxy:
-        place = S3Place(folder, plan.server, proxy)
-        place.start(plan.command, dict(plan.environment))
-        place.restart = lambda: _restart(place, plan.command, dict(plan.environment))  # type: ignore[attr-defined]
+        place = S3Place(folder, plan, proxy)
+        place.start()
         try:
             yield place
         finally:
             if place.process is not None:
                 stop(place.process)
-
-
-def _restart(place: S3Place, command: list[str], environment: dict[str, str]) -> None:
-    """SIGKILL the server and start it on its data."""
-    assert place.process is not None
-    place.signal(signal.SIGKILL)
-    place.process.wait(10)
-    place.start(command, environment)
-
-
-def no_room_left(folder: Path) -> bool:
-    """Whether a byte more does not fit; for the campaign's own check that a full disk was one."""
-    try:
-        with tempfile.TemporaryFile(dir=folder) as file:
-            file.write(b"\0" * 8192)
-            file.flush()
-            os.fsync(file.fileno())
-        return False
-    except OSError as error:
-        return error.errno in (errno.ENOSPC, errno.EDQUOT)
+            shutil.rmtree(plan.sockets, ignore_errors=True)

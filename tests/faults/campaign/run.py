@@ -20,7 +20,8 @@ import msgspec
 from flows.config import RunConfig
 from storage.checkpoint import read_manifest
 from storage.filesystem import Store
-from storage.journal import read_journal
+from storage.journal import fold_segment, read_journal
+from storage.ledger import Ledger
 from storage.runs import RunPaths
 from storage.schema import CheckpointPublished
 from storage.verify import Report, verify
@@ -35,6 +36,8 @@ FORKS.set_forkserver_preload(["tests.faults.campaign.driver"])  # its imports ta
 MARK = "TIDEGATE_CAMPAIGN"
 ACTORS = {"manager": "Manager", "trainer": "Trainer", "engine": "Engine", "worker": "Worker"}
 LIMIT_S = 420.0
+EFFECTS = {"claims": "run_claimed", "reused": "rollouts_reused", "redone": "step_redone",
+           "regenerated": "rollouts_regenerated", "continued": "rollouts_continued"}  # fmt: skip
 
 
 class Broken(AssertionError):
@@ -43,11 +46,10 @@ class Broken(AssertionError):
 
 @dataclass
 class Driver:
-    """A flow attempt. `lines` get what it says; `zombie` once it was stopped and another was started."""
+    """A flow attempt. `said` is what it has said so far."""
 
     process: ForkServerProcess
     source: Connection
-    zombie: bool = False
     said: list[dict[str, Any]] = field(default_factory=list)
 
     @classmethod
@@ -81,7 +83,8 @@ class Driver:
 
 @dataclass
 class Run:
-    """`hits` counts what was really done, by kind."""
+    """`hits` counts what was really done, by kind; `struck` says when (Unix seconds), `resumed` counts attempts
+    that went on with the run after a fault, by its kind."""
 
     plan: Plan
     place: LocalPlace | S3Place
@@ -91,6 +94,9 @@ class Run:
     counts: Counter[str] = field(default_factory=Counter)
     zombies: list[Driver] = field(default_factory=list)
     waking: list[threading.Timer] = field(default_factory=list)
+    struck: list[tuple[float, str]] = field(default_factory=list)
+    resumed: Counter[str] = field(default_factory=Counter)
+    latest: str = ""
     step: int = 0
 
     def __post_init__(self) -> None:
@@ -127,7 +133,8 @@ class Run:
         for line in self.driver.listen():
             self.step = max(self.step, line.get("step", 0))
             if line.get("resumed"):
-                self.counts["resumed"] += self.counts["retries"] > 0
+                if self.counts["retries"]:
+                    self.resumed[self.latest] += 1
                 if line["resumed"]["diverged"]:
                     raise Broken(f"{line['resumed']['diverged']} redone steps came to another state")
 
@@ -156,9 +163,11 @@ class Run:
             "kill": self._kill, "stop": self._stop, "request": self._request, "server-kill": self._server,
             "server-stop": self._server, "full": self._full, "alter": self._alter,
         }[event.what]  # fmt: skip
-        kind = event.kind.replace("|", " ").strip()
+        kind, began = event.kind.replace("|", " ").strip(), time.time()
+        self.latest = kind
         if strike(event):
             self.hits[kind] += 1
+            self.struck.append((began, kind))
 
     def _kill(self, event: Event) -> bool:
         if event.whom == "everything":
@@ -183,7 +192,6 @@ class Run:
             zombie = self.driver
             zombie.signal(signal.SIGSTOP)
             self._listen()
-            zombie.zombie = True
             self.zombies.append(zombie)
             self._wake(event.seconds, lambda: zombie.signal(signal.SIGCONT))
             self._retry()
@@ -230,7 +238,7 @@ class Run:
     def _server(self, event: Event) -> bool:
         assert isinstance(self.place, S3Place)
         if event.what == "server-kill":
-            self.place.restart()  # type: ignore[attr-defined]
+            self.place.restart()
             return True
         self.place.signal(signal.SIGSTOP)
         time.sleep(event.seconds)
@@ -325,6 +333,21 @@ class Run:
         if not report.finished:
             raise Broken("not finished")
         return report
+
+
+def effects(store: Store, run: str, num_siblings: int, struck: list[tuple[float, str]]) -> dict[str, Counter[str]]:
+    """What the journal counted between each fault and the next, by the kind of the fault: claims, and rollouts and
+    steps that were reused, redone, generated again or continued."""
+    found: dict[str, Counter[str]] = {kind: Counter() for _, kind in struck}
+    ledger, before = Ledger(num_siblings), Counter[str]()
+    for segment in read_journal(store, run):
+        fold_segment(ledger, segment)
+        kinds = [kind for when, kind in struck if when <= segment.rows[0].time]
+        if kinds:
+            grown = {name: ledger.counts[key] - before[key] for name, key in EFFECTS.items()}
+            found[kinds[-1]].update(grown)
+        before = Counter(ledger.counts)
+    return found
 
 
 def pids_of(kind: str) -> list[int]:
