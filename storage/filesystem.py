@@ -35,6 +35,10 @@ class Store(Protocol):
         """Why calls under way wait, "" while they do not."""
         ...
 
+    def patient(self, deadline_s: float) -> Store:
+        """The same store, whose calls wait for an answer no longer than `deadline_s` where waiting can be bounded."""
+        ...
+
     def create(self, key: str, data: Bytes) -> None:
         """Create `key` exclusively and durably. Raises `ObjectExists`."""
         ...

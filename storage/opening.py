@@ -60,10 +60,8 @@ def open_store(url: str) -> Store:
 def reach(store: Store, prefix: str) -> None:
     """Touch the store for the first time, reading only. Raises `StorageUnusable`, also when it does not answer soon: at
     the start that is a wrong address rather than a fault to wait for."""
-    patient = getattr(store, "patient", None)
-    first: Store = patient(FIRST_CONTACT_S) if patient else store
     try:
-        first.read(f"{prefix}/none")
+        store.patient(FIRST_CONTACT_S).read(f"{prefix}/none")
     except ObjectMissing:
         return
     except StoreUnavailable as error:

@@ -17,48 +17,25 @@ import asyncio
 import base64
 import hashlib
 import logging
-import os
 import random
-import threading
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from functools import cache
-from typing import Any, TypeVar, cast
-
-from fsspec.asyn import sync
+from typing import Any, TypeVar
 
 from storage.clock import Clock, SystemClock
-from storage.credentials import resolve
 from storage.errors import CommitUnknown, StorageUnusable, StoreUnavailable, TidegateError
 from storage.filesystem import Bytes, check_key, exists, missing, precondition
+from storage.s3_connection import Request, S3Connection, S3Limits
 from storage.s3_location import S3Location
 from storage.s3_outcome import Meaning, Verdict, meaning
 
-SEND_AT_ONCE_BYTES = 1 << 20
 MARK = "tidegate-write"
 """Metadata of an object: which call wrote it."""
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Request = Callable[[Any], Awaitable[T]]
-"""A request on an s3fs file system, on its event loop."""
-
-
-@dataclass(frozen=True, slots=True)
-class S3Limits:
-    """Seconds: `deadline_s` bounds a whole call, `request_s` one request of it (plus its bytes at `slowest_bytes_s`, by
-    which both grow), `connect_s` its connection. Between tries lie up to `backoff_s`. `page`: keys per list or delete
-    request."""
-
-    deadline_s: float = 60.0
-    request_s: float = 15.0
-    connect_s: float = 5.0
-    backoff_s: float = 5.0
-    slowest_bytes_s: float = 1 << 20
-    connections: int = 16
-    page: int = 1000
 
 
 @dataclass
@@ -89,9 +66,7 @@ class S3Store:
         self._clock, self._sleep = clock or SystemClock(), sleep
         self._dice = dice or random.Random()
         self.trouble = ""
-        self._fs: Any = None
-        self._pid = 0
-        self._lock = threading.Lock()
+        self._connection = S3Connection(location, self._limits)
 
     def __repr__(self) -> str:
         return f"S3Store({self.url!r})"
@@ -129,14 +104,8 @@ class S3Store:
         async def head(fs: Any) -> dict[str, Any]:
             return await fs._call_s3("head_object", **self._place(key))
 
-        trying = self._begin(0)
-        while True:
-            try:
-                return self._request(trying, head)
-            except Exception as error:  # noqa: BLE001 - classified; what is not known is raised typed
-                if self._judge(trying, error, key).verdict is Verdict.MISSING:
-                    return None
-                self._again(trying, key)
+        found = self._until(self._begin(), head, key, Verdict.MISSING)
+        return None if isinstance(found, Meaning) else found
 
     def list(self, prefix: str, after: str = "") -> list[str]:
         folder = self._location.key(check_key(prefix.rstrip("/"))) + "/"
@@ -197,20 +166,14 @@ class S3Store:
             return await fs._call_s3("put_object", **self._place(key), **body, **condition)
 
         trying = self._begin(len(data))
-        while True:
-            try:
-                answer = self._request(trying, put)
-            except Exception as error:
-                found = self._judge(trying, error, key)
-                if found.verdict in (Verdict.PRECONDITION, Verdict.MISSING):
-                    etag = self._ours(trying, key, mark)
-                    if etag is None:
-                        raise refusal() from error
-                    return etag
-                self._again(trying, key, write=True)
-            else:
-                self._check_stored(key, data, checksum, answer)
-                return str(answer["ETag"])
+        found = self._until(trying, put, key, Verdict.PRECONDITION, Verdict.MISSING, write=True)
+        if isinstance(found, Meaning):
+            etag = self._ours(trying, key, mark)
+            if etag is None:
+                raise refusal()
+            return etag
+        self._check_stored(key, data, checksum, found)
+        return str(found["ETag"])
 
     def _ours(self, trying: _Trying, key: str, mark: str) -> str | None:
         """After a refusal: the object's ETag if it is this very call that has stored it."""
@@ -246,61 +209,57 @@ class S3Store:
                 raise asyncio.IncompleteReadError(data, int(found["ContentLength"]))
             return data, str(found["ETag"])
 
-        trying = self._begin(0)
-        while True:
-            try:
-                return self._request(trying, get)
-            except Exception as error:
-                found = self._judge(trying, error, key)
-                if found.verdict is Verdict.MISSING:
-                    raise missing(key, self.url) from error
-                if found.verdict is Verdict.RANGE:
-                    return b"", ""
-                self._again(trying, key)
+        found = self._until(self._begin(), get, key, Verdict.MISSING, Verdict.RANGE)
+        if not isinstance(found, Meaning):
+            return found
+        if found.verdict is Verdict.MISSING:
+            raise missing(key, self.url)
+        return b"", ""
 
     # ------------------------------------------------------------------ tries
 
     def _place(self, key: str) -> dict[str, str]:
         return {"Bucket": self._location.bucket, "Key": self._location.key(check_key(key))}
 
-    def _begin(self, size: int) -> _Trying:
+    def _begin(self, size: int = 0) -> _Trying:
         allowance = size / self._limits.slowest_bytes_s
         return _Trying(self._clock.monotonic() + self._limits.deadline_s + allowance, allowance)
 
-    def _repeat(self, request: Request[T], key: str) -> T:
-        """An idempotent request without an answer of its own for "missing"."""
-        trying = self._begin(0)
+    def _until(
+        self, trying: _Trying, request: Request[T], key: str, *answers: Verdict, write: bool = False
+    ) -> T | Meaning:
+        """Repeat a request until it succeeds, or fails with one of `answers`: that is returned, any other raised."""
         while True:
             try:
-                return self._request(trying, request)
+                done = self._request(trying, request)
             except Exception as error:
-                found = self._judge(trying, error, key)
+                found = self._judge(trying, error)
+                if found.verdict in answers:
+                    self.trouble = ""
+                    return found
                 if found.verdict not in (Verdict.LATER, Verdict.UNKNOWN, Verdict.EXPIRED):
                     raise self._unusable(found) from error
-                self._again(trying, key)
+                self._again(trying, key, write=write)
+            else:
+                self.trouble = ""
+                return done
 
-    def _request(self, trying: _Trying, request: Request[T]) -> T:
-        """One request, bounded. A PUT that is cut off may still be applied."""
-        trying.tries += 1
-        filesystem = self._connect()
-        left = trying.deadline - self._clock.monotonic()
-        seconds = max(0.05, min(self._limits.request_s + trying.allowance, left))
-
-        async def bounded() -> T:
-            async with asyncio.timeout(seconds):
-                return await request(filesystem)
-
-        done = cast("T", sync(filesystem.loop, bounded))
-        self.trouble = ""
+    def _repeat(self, request: Request[T], key: str) -> T:
+        """An idempotent request that must succeed."""
+        done = self._until(self._begin(), request, key)
+        assert not isinstance(done, Meaning)
         return done
 
-    def _judge(self, trying: _Trying, error: Exception, key: str) -> Meaning:
-        """Note what a failed try means. Raises `StorageUnusable`, and errors that are no answer of a store."""
+    def _request(self, trying: _Trying, request: Request[T]) -> T:
+        trying.tries += 1
+        left = trying.deadline - self._clock.monotonic()
+        return self._connection.run(request, max(0.05, min(self._limits.request_s + trying.allowance, left)))
+
+    def _judge(self, trying: _Trying, error: Exception) -> Meaning:
+        """What a failed try means. Raises errors that are no answer of a store."""
         if isinstance(error, TidegateError):
             raise error
         found = trying.last = meaning(error)
-        if found.verdict is Verdict.UNUSABLE:
-            raise self._unusable(found) from error
         trying.unclear |= found.verdict is Verdict.UNKNOWN
         return found
 
@@ -309,7 +268,7 @@ class S3Store:
         found = trying.last
         if found.verdict is Verdict.EXPIRED and not trying.refreshed:
             trying.refreshed = True
-            self._disconnect()
+            self._connection.drop()
             return
         pause = self._dice.random() * min(self._limits.backoff_s, 0.1 * 2.0**trying.tries)
         if self._clock.monotonic() + pause < trying.deadline:
@@ -342,64 +301,3 @@ class S3Store:
             action=found.action or "check the storage url",
             code=found.code,
         )
-
-    # ------------------------------------------------------------------ the connection
-
-    def _connect(self) -> Any:
-        with self._lock:
-            if self._fs is None or self._pid != os.getpid():
-                self._fs, self._pid = self._open(), os.getpid()
-            return self._fs
-
-    def _disconnect(self) -> None:
-        """The next request asks for credentials anew."""
-        with self._lock:
-            self._fs = None
-
-    def _open(self) -> Any:
-        import s3fs  # takes a second, and a run on a file system needs none of it
-        from aiobotocore.session import get_session
-
-        session = get_session()
-        session.register_component("data_loader", _service_model())
-        where, limits = self._location, self._limits
-        keys: dict[str, Any] = {}
-        if where.credentials:
-            found = resolve(where.credentials)
-            keys = {"key": found.key, "secret": found.secret, "token": found.token}
-        filesystem = s3fs.S3FileSystem(
-            endpoint_url=where.endpoint or None,
-            client_kwargs={"region_name": where.region} if where.region else {},
-            config_kwargs={
-                "connect_timeout": limits.connect_s,
-                "read_timeout": limits.request_s,
-                "max_pool_connections": limits.connections,
-                "retries": {"total_max_attempts": 1, "mode": "standard"},
-                # The sha256 that each PUT carries protects it; signing hashes the body a second time on the event loop.
-                "s3": {"payload_signing_enabled": False},
-                "request_checksum_calculation": "when_required",
-                "response_checksum_validation": "when_supported",
-            },
-            use_listings_cache=False,  # it never expires, and hides what other processes write
-            skip_instance_cache=True,
-            session=session,
-            **keys,
-        )
-        filesystem.retries = 1
-        client: Any = filesystem.s3
-        client.meta.events.register_last("before-call.s3.PutObject", _send_at_once)
-        return filesystem
-
-
-@cache
-def _service_model() -> Any:
-    """The description of the S3 API, which takes longer to read than most requests; it holds no state of a store."""
-    from botocore.loaders import create_loader
-
-    return create_loader()
-
-
-def _send_at_once(params: dict[str, Any], **_: object) -> None:
-    """A small body is sent with its header: waiting for `100 Continue` first would double each commit's latency."""
-    if len(params["body"].getbuffer()) <= SEND_AT_ONCE_BYTES:
-        params["headers"].pop("Expect", None)

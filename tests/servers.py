@@ -7,11 +7,18 @@ import os
 import socket
 import subprocess
 import time
-from collections.abc import Generator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
 
 from flows.seaweed import S3Server, create_bucket, stop
+from flows.settings import RAY
 from flows.stack import free_port, tool
+
+ROOT = Path(__file__).parents[1]
 
 
 @contextlib.contextmanager
@@ -68,9 +75,24 @@ def deaf() -> Generator[str]:
         yield f"http://127.0.0.1:{listener.getsockname()[1]}"
 
 
-def wait_for(condition: object, seconds: float = 20.0) -> None:
+@contextlib.contextmanager
+def ray_instance(**options: Any) -> Generator[str]:
+    """Ray on loopback, its processes importing this tree; yields the address."""
+    with pytest.MonkeyPatch.context() as patch:
+        for variable in RAY:
+            patch.setenv(variable.name, variable.value)
+        patch.delenv("RAY_ADDRESS", raising=False)
+        patch.setenv("PYTHONPATH", os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")]))
+        context = ray.init(include_dashboard=False, log_to_driver=False, _node_ip_address="127.0.0.1", **options)
+        try:
+            yield str(context.address_info["gcs_address"])
+        finally:
+            ray.shutdown()
+
+
+def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
     """Wait for `condition()`; a test that waits in vain fails."""
     deadline = time.monotonic() + seconds
-    while not condition():  # type: ignore[operator]
+    while not condition():
         assert time.monotonic() < deadline, "the moment did not come"
         time.sleep(0.01)

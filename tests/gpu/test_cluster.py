@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import ray
 
-from flows.settings import RAY, environment
+from flows.settings import environment
 from gpu.actors import Remote, find_actor, start_actor
 from gpu.cluster import ManagerActor, RayCluster, check_resources, processes_of
 from gpu.spec import RunSpec
@@ -21,6 +21,7 @@ from storage.errors import ActorLost, ResourceUnavailable, RunFenced
 from storage.local import LocalStore
 from storage.verify import verify
 from tasks.run import Resumed
+from tests import servers
 from tests.faults.house import RUN, attempt, small, until
 
 NAMESPACE = "test-cluster"
@@ -29,17 +30,8 @@ NAMESPACE = "test-cluster"
 @pytest.fixture(scope="module", autouse=True)
 def cluster() -> Iterator[None]:
     """Two CPUs and one declared GPU."""
-    with pytest.MonkeyPatch.context() as patch:
-        for variable in RAY:
-            patch.setenv(variable.name, variable.value)
-        patch.delenv("RAY_ADDRESS", raising=False)
-        ray.init(num_cpus=2, num_gpus=1, namespace=NAMESPACE, include_dashboard=False, log_to_driver=False,
-                 _node_ip_address="127.0.0.1",
-                 object_store_memory=128 << 20)  # fmt: skip
-        try:
-            yield
-        finally:
-            ray.shutdown()
+    with servers.ray_instance(num_cpus=2, num_gpus=1, namespace=NAMESPACE, object_store_memory=128 << 20):
+        yield
 
 
 def spec_of(folder: Path, **changes: dict[str, object]) -> RunSpec:

@@ -25,7 +25,8 @@ from storage.errors import (
 )
 from storage.filesystem import Store, read_proven
 from storage.opening import open_store, probe, reach
-from storage.s3 import S3Limits, S3Store
+from storage.s3 import S3Store
+from storage.s3_connection import S3Limits
 from storage.s3_location import parse_s3
 from tests import servers
 from tests.faults.proxy import Fault, Proxy, proxied
@@ -225,10 +226,10 @@ def test_a_delete_that_fails_for_one_key_says_so(store: S3Store, monkeypatch: py
 
 def test_expired_credentials_are_asked_for_again(store: S3Store, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
     store.create("a", b"x")
-    first = store._fs
+    first = store._connection._fs
     proxy.add(Fault.EXPIRED, times=1)
     assert store.read("a") == b"x"
-    assert store._fs is not first
+    assert store._connection._fs is not first
 
 
 def test_why_a_call_waits_can_be_read_meanwhile(store: S3Store, proxy: Proxy) -> None:
@@ -366,7 +367,9 @@ def test_no_secret_is_in_a_pickle_a_representation_or_an_error(seaweed: S3Server
     texts = [pickle.dumps(store).decode("latin1"), repr(store), str(vars(store))]
     with pytest.raises(ObjectMissing) as caught:
         store.read("b")
-    texts += [str(caught.value), repr(caught.value.__cause__), str(vars(caught.value.__cause__))]
+    texts += [str(caught.value), repr(caught.value), str(vars(caught.value))]
+    for cause in (caught.value.__cause__, caught.value.__context__):
+        texts += [repr(cause), str(getattr(cause, "__dict__", ""))]
     for text in texts:
         assert seaweed.secret not in text
         assert seaweed.key not in text

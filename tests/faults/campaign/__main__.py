@@ -24,8 +24,8 @@ from rich.console import Console
 from rich.table import Table
 
 from flows.config import RunConfig
-from flows.settings import RAY
 from flows.stack import end_politely
+from tests import servers
 from tests.faults.campaign.places import LocalPlace, S3Place, local_place, s3_place
 from tests.faults.campaign.plan import draw
 from tests.faults.campaign.run import EFFECTS, MARK, Broken, Run, effects
@@ -75,23 +75,9 @@ def main() -> int:
 
 
 def _ray(stack: ExitStack) -> str:
-    for variable in RAY:
-        os.environ[variable.name] = variable.value
-    os.environ.pop("RAY_ADDRESS", None)
     # Ray writes it so. A machine that does other things too must not starve the run.
     os.environ["RAY_worker_niceness"] = "0"  # noqa: SIM112
-    os.environ["PYTHONPATH"] = os.pathsep.join([os.getcwd(), os.environ.get("PYTHONPATH", "")])
-    import ray
-
-    context = ray.init(
-        num_cpus=8,
-        include_dashboard=False,
-        log_to_driver=False,
-        object_store_memory=256 << 20,
-        _node_ip_address="127.0.0.1",
-    )
-    stack.callback(ray.shutdown)
-    return str(context.address_info["gcs_address"])
+    return stack.enter_context(servers.ray_instance(num_cpus=8, object_store_memory=256 << 20))
 
 
 def _campaign(parsed: argparse.Namespace, places: list[LocalPlace | S3Place], address: str, root: Path) -> int:
