@@ -21,6 +21,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from enum import Enum
 
+import msgspec
+
 from storage import schema
 from storage.errors import ReferenceInvalid, TwoOwners
 from storage.intervals import IntervalSet
@@ -36,6 +38,8 @@ class GroupState(Enum):
     COMPLETED = "completed"
     LEASED = "leased"
 
+    __hash__ = object.__hash__  # Enum's own is a Python function, and these are keys on the hottest paths
+
 
 class RolloutState(Enum):
     WAITING = "waiting"
@@ -43,8 +47,13 @@ class RolloutState(Enum):
     SEALED = "sealed"
 
 
-@dataclass(slots=True)
-class Boundary:
+# Reading a member through its class is a Python call in 3.11.
+RESERVED, GENERATING, COMPLETED = GroupState.RESERVED, GroupState.GENERATING, GroupState.COMPLETED
+LEASED = GroupState.LEASED
+WAITING, LIVE, SEALED = RolloutState.WAITING, RolloutState.LIVE, RolloutState.SEALED
+
+
+class Boundary(msgspec.Struct, gc=False):
     """The last durable turn of an unfinished rollout: where an attempt may continue."""
 
     index: int
@@ -53,13 +62,12 @@ class Boundary:
     attempt: int
 
 
-@dataclass(slots=True)
-class Rollout:
+class Rollout(msgspec.Struct, gc=False):
     """One sibling. `rows` are (block, row) of its durable turns in order; `oldest` the oldest version in them."""
 
     attempt: int = -1
     incarnation: int = 0
-    state: RolloutState = RolloutState.WAITING
+    state: RolloutState = WAITING
     minted_version: int = UNKNOWN_VERSION
     oldest: int = UNKNOWN_VERSION
     rows: tuple[tuple[str, int], ...] = ()
@@ -72,14 +80,13 @@ class Rollout:
     closed_by_claim: bool = False
 
 
-@dataclass(slots=True)
-class Group:
+class Group(msgspec.Struct, gc=False):
     """One prompt and its siblings. `dispatched` once an attempt was minted: it then holds a completed slot until it is
     settled. `oldest` is the oldest version in its durable turns and live attempts, unknown when there are none."""
 
     ordinal: int
-    rollouts: list[Rollout]
-    state: GroupState = GroupState.RESERVED
+    rollouts: tuple[Rollout, ...]
+    state: GroupState = RESERVED
     dispatched: bool = False
     num_live: int = 0
     num_sealed: int = 0
@@ -87,8 +94,7 @@ class Group:
     completed_seq: int = -1
 
 
-@dataclass(frozen=True, slots=True)
-class TrainedGroup:
+class TrainedGroup(msgspec.Struct, frozen=True, gc=False):
     """What a redo needs of a leased group: references to the token rows of each sibling, in order."""
 
     ordinal: int
@@ -99,16 +105,12 @@ class TrainedGroup:
 
 def trained_group(group: Group) -> TrainedGroup:
     """A completed group as a lease names it."""
-    return TrainedGroup(
-        group.ordinal,
-        tuple(rollout.rows for rollout in group.rollouts),
-        tuple(rollout.reward for rollout in group.rollouts),
-        group.oldest,
-    )
+    rollouts = group.rollouts
+    rows, rewards = [rollout.rows for rollout in rollouts], [rollout.reward for rollout in rollouts]
+    return TrainedGroup(group.ordinal, tuple(rows), tuple(rewards), group.oldest)
 
 
-@dataclass(frozen=True, slots=True)
-class Lease:
+class Lease(msgspec.Struct, frozen=True, gc=False):
     lease: int
     step: int
     version: int
@@ -126,8 +128,7 @@ class Step:
     seq: int
 
 
-@dataclass(slots=True)
-class Block:
+class Block(msgspec.Struct, gc=False):
     """Where token rows lie. `slot` of an inline block is known once its segment exists. `users` counts rows of
     unsettled rollouts, `retained` rows of committed steps that a redo may need."""
 
@@ -163,7 +164,6 @@ class Ledger:
     incarnation: int = 0
     frontier: int = 0
     groups: dict[int, Group] = field(default_factory=lambda: {})
-    reserved: dict[int, None] = field(default_factory=lambda: {})
     completed: dict[int, None] = field(default_factory=lambda: {})
     oldest_counts: Counter[int] = field(default_factory=lambda: Counter[int]())
     consumed: IntervalSet = field(default_factory=IntervalSet)
@@ -241,8 +241,10 @@ class Ledger:
     def set_oldest(self, group: Group) -> None:
         """Recompute the oldest version of a group and the index by it, after any change of its rollouts."""
         known = [rollout.oldest for rollout in group.rollouts if rollout.oldest != UNKNOWN_VERSION]
-        known += [rollout.minted_version for rollout in group.rollouts if rollout.state is RolloutState.LIVE]
-        oldest = min(known, default=UNKNOWN_VERSION)
+        known += [rollout.minted_version for rollout in group.rollouts if rollout.state is LIVE]
+        self.move_oldest(group, min(known, default=UNKNOWN_VERSION))
+
+    def move_oldest(self, group: Group, oldest: int) -> None:
         if oldest != group.oldest:
             self._uncount(group.oldest)
             group.oldest = oldest
@@ -252,36 +254,42 @@ class Ledger:
     def _uncount(self, version: int) -> None:
         if version == UNKNOWN_VERSION:
             return
-        self.oldest_counts[version] -= 1
-        if not self.oldest_counts[version]:
+        left = self.oldest_counts[version] - 1
+        if left:
+            self.oldest_counts[version] = left
+        else:
             del self.oldest_counts[version]
 
     def set_state(self, group: Group, state: GroupState) -> None:
-        for index, indexed in ((self.reserved, GroupState.RESERVED), (self.completed, GroupState.COMPLETED)):
-            if group.state is indexed:
-                index.pop(group.ordinal, None)
-            if state is indexed:
-                index[group.ordinal] = None
-        self.totals[group.state] -= 1
+        before = group.state
+        if before is COMPLETED:
+            del self.completed[group.ordinal]
+        if state is COMPLETED:
+            self.completed[group.ordinal] = None
+        self.totals[before] -= 1
         self.totals[state] += 1
         group.state = state
 
     def add_group(self, group: Group) -> None:
         """A reserved group, new or released from quarantine."""
         self.groups[group.ordinal] = group
-        self.reserved[group.ordinal] = None
-        self.totals[GroupState.RESERVED] += 1
+        self.totals[RESERVED] += 1
 
     def settle(self, group: Group) -> None:
         """Remove a group from the unsettled; its live attempts are closed, its blocks lose their users."""
-        self.set_state(group, GroupState.LEASED)
-        self.totals[GroupState.LEASED] -= 1
+        self.take_out(group)
+        for rollout in group.rollouts:
+            if rollout.rows:
+                self.release_rows(rollout.rows)
+
+    def take_out(self, group: Group) -> None:
+        if group.state is COMPLETED:
+            del self.completed[group.ordinal]
+        self.totals[group.state] -= 1
         self.live -= group.num_live
         self._uncount(group.oldest)
         self.dispatched -= group.dispatched
         del self.groups[group.ordinal]
-        for rollout in group.rollouts:
-            self.release_rows(rollout.rows)
 
     def check_block(self, name: str, record: Record, seq: int) -> Block:
         block = self.blocks.get(name)
@@ -305,11 +313,20 @@ class Ledger:
                 self.idle_blocks.append(name)
                 self._drop_unused(name, block)
 
-    def retain_rows(self, rows: Iterable[tuple[str, int]], sign: int) -> None:
-        """Count (+1) or release (-1) rows of a committed step."""
-        for name, _ in rows:
+    def keep_rows(self, lease: Lease) -> None:
+        """The rows of a lease that is committed: no unsettled rollout uses them any more, a redo may."""
+        for name, count in _rows_by_block(lease).items():
             block = self.blocks[name]
-            block.retained += sign
+            block.users -= count
+            block.retained += count
+            if not block.users:
+                self.idle_blocks.append(name)
+
+    def forget_rows(self, lease: Lease) -> None:
+        """No redo needs the rows of this committed lease any more."""
+        for name, count in _rows_by_block(lease).items():
+            block = self.blocks[name]
+            block.retained -= count
             self._drop_unused(name, block)
 
     def _drop_unused(self, name: str, block: Block) -> None:
@@ -320,7 +337,11 @@ class Ledger:
         """Forget the durable turns and the seal of a rollout; its attempt numbers go on."""
         self.release_rows(rollout.rows)
         rollout.rows, rollout.tokens, rollout.boundary = (), 0, None
-        rollout.oldest, rollout.reward, rollout.state = UNKNOWN_VERSION, math.nan, RolloutState.WAITING
+        rollout.oldest, rollout.reward, rollout.state = UNKNOWN_VERSION, math.nan, WAITING
 
     def add_unplaced(self, seq: int, name: str) -> None:
         self._unplaced.append((seq, name))
+
+
+def _rows_by_block(lease: Lease) -> Counter[str]:
+    return Counter([name for group in lease.groups for rows in group.rows for name, _ in rows])

@@ -8,15 +8,20 @@ from typing import Any
 from storage import schema
 from storage.errors import AttemptReused, ContinuationInvalid, IllegalTransition, TwoOwners
 from storage.ledger import (
+    COMPLETED,
+    GENERATING,
+    LEASED,
+    LIVE,
+    RESERVED,
+    SEALED,
     UNKNOWN_VERSION,
+    WAITING,
     Block,
     Boundary,
     Group,
-    GroupState,
     Ledger,
     Quarantined,
     Rollout,
-    RolloutState,
 )
 from storage.schema import Record
 
@@ -34,9 +39,9 @@ def illegal(record: Record, seq: int, found: str, expected: str) -> IllegalTrans
 
 def _live(ledger: Ledger, seq: int, record: Any, ordinal: int, sibling: int, attempt: int) -> tuple[Group, Rollout]:
     """The rollout whose current attempt is live and is exactly this one."""
-    group = ledger.group(ordinal, record, seq)
+    group = ledger.groups.get(ordinal) or ledger.group(ordinal, record, seq)
     rollout = _sibling(ledger, group, sibling, record, seq)
-    if rollout.state is not RolloutState.LIVE or rollout.attempt != attempt:
+    if rollout.state is not LIVE or rollout.attempt != attempt:
         raise illegal(
             record,
             seq,
@@ -53,24 +58,50 @@ def _sibling(ledger: Ledger, group: Group, sibling: int, record: Record, seq: in
 
 
 def end_attempt(ledger: Ledger, group: Group, rollout: Rollout) -> None:
-    rollout.state = RolloutState.WAITING
+    rollout.state = WAITING
     group.num_live -= 1
     ledger.live -= 1
     if not group.num_live:
-        ledger.set_state(group, GroupState.RESERVED)
+        ledger.set_state(group, RESERVED)
 
 
 def group_reserved(ledger: Ledger, seq: int, record: schema.GroupReserved) -> None:
     if record.first != ledger.frontier or record.count < 1:
         raise illegal(record, seq, f"{record.count} ordinals from {record.first}", f"ordinals from {ledger.frontier}")
+    siblings = range(ledger.num_siblings)
     for ordinal in range(record.first, record.first + record.count):
-        ledger.add_group(Group(ordinal, [Rollout() for _ in range(ledger.num_siblings)]))
+        ledger.groups[ordinal] = Group(ordinal, tuple([Rollout() for _ in siblings]))
+    ledger.totals[RESERVED] += record.count
     ledger.frontier += record.count
+
+
+def groups_dispatched(ledger: Ledger, seq: int, record: schema.GroupsDispatched) -> None:
+    if record.count < 1:
+        raise illegal(record, seq, f"{record.count} groups", "at least one group")
+    groups = [ledger.group(ordinal, record, seq) for ordinal in range(record.first, record.first + record.count)]
+    for group in groups:
+        if group.state is not RESERVED or group.dispatched or group.rollouts[0].attempt != -1:
+            found = f"group {group.ordinal} is {group.state.value} or was dispatched before"
+            raise illegal(record, seq, found, "fresh groups")
+    incarnation, version = ledger.incarnation, record.version
+    for group in groups:
+        for rollout in group.rollouts:
+            rollout.attempt, rollout.incarnation, rollout.state = 0, incarnation, LIVE
+            rollout.minted_version = version
+        group.state, group.dispatched, group.num_live, group.oldest = GENERATING, True, ledger.num_siblings, version
+    minted = record.count * ledger.num_siblings
+    ledger.totals[RESERVED] -= record.count
+    ledger.totals[GENERATING] += record.count
+    ledger.dispatched += record.count
+    ledger.live += minted
+    if version != UNKNOWN_VERSION:
+        ledger.oldest_counts[version] += record.count
+    ledger.counts["rollouts_minted"] += minted
 
 
 def attempts_minted(ledger: Ledger, seq: int, record: schema.AttemptsMinted) -> None:
     group = ledger.group(record.group, record, seq)
-    if group.state not in (GroupState.RESERVED, GroupState.GENERATING) or not record.siblings:
+    if group.state not in (RESERVED, GENERATING) or not record.siblings:
         raise illegal(record, seq, f"group {record.group} is {group.state.value}", "reserved or generating")
     if len(set(record.siblings)) != len(record.siblings):
         raise illegal(record, seq, f"siblings {record.siblings}", "distinct siblings")
@@ -80,18 +111,18 @@ def attempts_minted(ledger: Ledger, seq: int, record: schema.AttemptsMinted) -> 
         _check_mint(_sibling(ledger, group, sibling, record, seq), record, seq, sibling, attempt, boundary)
     for sibling, attempt, boundary in zip(record.siblings, record.attempts, record.boundaries, strict=True):
         rollout = group.rollouts[sibling]
-        if boundary < 0:
+        if boundary < 0 and (rollout.rows or rollout.boundary):
             ledger.drop_work(rollout)
         ledger.counts["rollouts_regenerated"] += rollout.closed_by_claim
         ledger.counts["rollouts_continued"] += boundary >= 0
         rollout.closed_by_claim = False
-        rollout.attempt, rollout.incarnation, rollout.state = attempt, ledger.incarnation, RolloutState.LIVE
+        rollout.attempt, rollout.incarnation, rollout.state = attempt, ledger.incarnation, LIVE
         rollout.minted_version = record.version
     group.num_live += len(record.siblings)
     ledger.live += len(record.siblings)
     ledger.dispatched += not group.dispatched
     group.dispatched = True
-    ledger.set_state(group, GroupState.GENERATING)
+    ledger.set_state(group, GENERATING)
     ledger.set_oldest(group)
     ledger.counts["rollouts_minted"] += len(record.siblings)
 
@@ -99,7 +130,7 @@ def attempts_minted(ledger: Ledger, seq: int, record: schema.AttemptsMinted) -> 
 def _check_mint(
     rollout: Rollout, record: schema.AttemptsMinted, seq: int, sibling: int, attempt: int, boundary: int
 ) -> None:
-    if rollout.state is not RolloutState.WAITING:
+    if rollout.state is not WAITING:
         raise illegal(record, seq, f"rollout {record.group}/{sibling} is {rollout.state.value}", "waiting")
     if attempt != rollout.attempt + 1:
         raise AttemptReused(
@@ -162,44 +193,62 @@ def _older(known: int, version: int) -> int:
 
 
 def sealed(ledger: Ledger, seq: int, record: schema.Sealed) -> None:
-    _check_seals(ledger, seq, record)
-    for index, (ordinal, sibling) in enumerate(zip(record.groups, record.siblings, strict=True)):
-        group = ledger.groups[ordinal]
-        rollout = group.rollouts[sibling]
-        row = (record.block, record.rows[index])
-        ledger.use_row(row, record, seq)
-        rollout.rows += (row,)
-        rollout.state, rollout.reward = RolloutState.SEALED, record.rewards[index]
-        rollout.tokens, rollout.oldest = record.tokens[index], _older(rollout.oldest, record.oldest[index])
+    pairs = _check_seals(ledger, seq, record)
+    block = record.block
+    ledger.blocks[block].users += len(pairs)
+    ledger.live -= len(pairs)
+    touched: dict[int, Group] = {}
+    moved: dict[int, Group] = {}
+    columns = zip(pairs, record.rows, record.tokens, record.oldest, record.rewards, strict=True)
+    for (group, rollout), row, tokens, oldest, reward in columns:
+        if rollout.rows or oldest != rollout.minted_version:
+            moved[group.ordinal] = group
+        rollout.rows = (*rollout.rows, (block, row)) if rollout.rows else ((block, row),)
+        rollout.state, rollout.reward, rollout.tokens = SEALED, reward, tokens
+        known = rollout.oldest
+        rollout.oldest = oldest if known == UNKNOWN_VERSION or oldest < known else known
         group.num_live -= 1
         group.num_sealed += 1
-        ledger.live -= 1
-    for ordinal in set(record.groups):
-        group = ledger.groups[ordinal]
-        if not group.num_live and group.num_sealed < ledger.num_siblings:
-            ledger.set_state(group, GroupState.RESERVED)
+        if not group.num_live:
+            touched[group.ordinal] = group
+    for group in touched.values():
+        if group.num_sealed < ledger.num_siblings:
+            ledger.set_state(group, RESERVED)
+    for group in moved.values():
         ledger.set_oldest(group)
-    ledger.counts["rollouts_sealed"] += len(record.groups)
+    ledger.counts["rollouts_sealed"] += len(pairs)
     ledger.counts["tokens_sealed"] += sum(record.tokens)
 
 
-def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> None:
+def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> list[tuple[Group, Rollout]]:
+    """The rollouts that a record may seal, each once."""
     columns = (record.siblings, record.attempts, record.rows, record.tokens, record.oldest, record.rewards)
     if not record.groups or any(len(column) != len(record.groups) for column in columns):
         raise illegal(record, seq, f"columns of {[len(c) for c in columns]} values", "equal, non-empty columns")
-    if len(set(zip(record.groups, record.siblings, strict=True))) != len(record.groups):
+    groups, last = ledger.groups, ledger.num_siblings - 1
+    pairs: list[tuple[Group, Rollout]] = []
+    for ordinal, sibling, attempt in zip(record.groups, record.siblings, record.attempts, strict=True):
+        group = groups.get(ordinal)
+        if group is None or not 0 <= sibling <= last:
+            pairs.append(_live(ledger, seq, record, ordinal, sibling, attempt))  # raises
+            continue
+        rollout = group.rollouts[sibling]
+        if rollout.state is not LIVE or rollout.attempt != attempt:
+            _live(ledger, seq, record, ordinal, sibling, attempt)  # raises
+        pairs.append((group, rollout))
+    if not all(map(math.isfinite, record.rewards)) or min(record.tokens) < 0:
+        raise illegal(record, seq, f"rewards {record.rewards}, tokens {record.tokens}", "finite rewards, tokens >= 0")
+    if len({id(rollout) for _, rollout in pairs}) != len(pairs):
         raise illegal(record, seq, "two seals of one rollout", "each rollout once")
-    for index, (ordinal, sibling) in enumerate(zip(record.groups, record.siblings, strict=True)):
-        _live(ledger, seq, record, ordinal, sibling, record.attempts[index])
-        if not math.isfinite(record.rewards[index]) or record.tokens[index] < 0:
-            raise illegal(record, seq, f"rollout {ordinal}/{sibling} reward {record.rewards[index]}", "a finite reward")
     ledger.check_block(record.block, record, seq)
+    return pairs
 
 
 def group_completed(ledger: Ledger, seq: int, record: schema.GroupCompleted) -> None:
+    _check_distinct(record, seq)
     for ordinal in record.groups:
         group = ledger.group(ordinal, record, seq)
-        if group.num_sealed != ledger.num_siblings or group.state is not GroupState.GENERATING:
+        if group.num_sealed != ledger.num_siblings or group.state is not GENERATING:
             raise illegal(
                 record,
                 seq,
@@ -208,13 +257,19 @@ def group_completed(ledger: Ledger, seq: int, record: schema.GroupCompleted) -> 
             )
     for ordinal in record.groups:
         group = ledger.groups[ordinal]
-        ledger.set_state(group, GroupState.COMPLETED)
+        ledger.set_state(group, COMPLETED)
         group.completed_seq = seq
 
 
+def _check_distinct(record: schema.GroupCompleted | schema.GroupDiscarded, seq: int) -> None:
+    if len(set(record.groups)) != len(record.groups):
+        raise illegal(record, seq, f"groups {record.groups}", "distinct groups")
+
+
 def group_discarded(ledger: Ledger, seq: int, record: schema.GroupDiscarded) -> None:
+    _check_distinct(record, seq)
     for ordinal in record.groups:
-        if ledger.group(ordinal, record, seq).state is GroupState.LEASED:
+        if ledger.group(ordinal, record, seq).state is LEASED:
             raise illegal(record, seq, f"group {ordinal} is leased", "a group that no lease holds")
     for ordinal in record.groups:
         ledger.settle(ledger.groups[ordinal])
@@ -224,19 +279,19 @@ def group_discarded(ledger: Ledger, seq: int, record: schema.GroupDiscarded) -> 
 
 def group_requeued(ledger: Ledger, seq: int, record: schema.GroupRequeued) -> None:
     group = ledger.group(record.group, record, seq)
-    if group.state not in (GroupState.COMPLETED, GroupState.RESERVED) or group.num_live or not group.dispatched:
+    if group.state not in (COMPLETED, RESERVED) or group.num_live or not group.dispatched:
         raise illegal(record, seq, f"group {record.group} is {group.state.value}", "dispatched, completed or waiting")
     for rollout in group.rollouts:
         ledger.drop_work(rollout)
     group.num_sealed = 0
-    ledger.set_state(group, GroupState.RESERVED)
+    ledger.set_state(group, RESERVED)
     ledger.set_oldest(group)
     ledger.counts[f"requeued_{record.reason}"] += 1
 
 
 def group_quarantined(ledger: Ledger, seq: int, record: schema.GroupQuarantined) -> None:
     group = ledger.group(record.group, record, seq)
-    if group.num_live or group.state is not GroupState.RESERVED:
+    if group.num_live or group.state is not RESERVED:
         raise illegal(record, seq, f"group {record.group} is {group.state.value}", "waiting, with no live attempt")
     used = tuple(rollout.attempt for rollout in group.rollouts), tuple(rollout.boundaries for rollout in group.rollouts)
     ledger.settle(group)
@@ -248,4 +303,4 @@ def quarantine_released(ledger: Ledger, seq: int, record: schema.QuarantineRelea
     if found is None:
         raise illegal(record, seq, f"group {record.group} is not quarantined", "a quarantined group")
     rollouts = [Rollout(attempt=a, boundaries=b) for a, b in zip(found.attempts, found.boundaries, strict=True)]
-    ledger.add_group(Group(record.group, rollouts))
+    ledger.add_group(Group(record.group, tuple(rollouts)))

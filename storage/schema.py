@@ -16,7 +16,7 @@ import msgspec
 SCHEMA = 1
 
 
-class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class Record(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
     """Base of all records. Ordinals, steps, attempts and versions count from 0; tuples in one record run parallel."""
 
 
@@ -54,6 +54,15 @@ class AttemptsMinted(Record, frozen=True, forbid_unknown_fields=True):
     siblings: tuple[int, ...]
     attempts: tuple[int, ...]
     boundaries: tuple[int, ...]
+    version: int
+
+
+class GroupsDispatched(Record, frozen=True, forbid_unknown_fields=True):
+    """Attempt 0 of every sibling of `count` fresh groups from `first`, from scratch: what a burst of submissions mints.
+    `version` as in `AttemptsMinted`."""
+
+    first: int
+    count: int
     version: int
 
 
@@ -203,6 +212,7 @@ KINDS: dict[str, type[Record]] = {
     "policy_published": PolicyPublished,
     "group_reserved": GroupReserved,
     "attempts_minted": AttemptsMinted,
+    "groups_dispatched": GroupsDispatched,
     "attempt_abandoned": AttemptAbandoned,
     "payload_stored": PayloadStored,
     "turn_committed": TurnCommitted,

@@ -13,12 +13,14 @@ from storage import rollout_transitions as rollouts
 from storage import schema
 from storage.errors import LedgerInvalid, TwoOwners
 from storage.ledger import (
+    COMPLETED,
+    GENERATING,
+    LEASED,
+    LIVE,
     RETAINED_CHECKPOINTS,
-    GroupState,
     Lease,
     Ledger,
     Policy,
-    RolloutState,
     Step,
     trained_group,
 )
@@ -50,9 +52,9 @@ def _run_claimed(ledger: Ledger, seq: int, record: schema.RunClaimed) -> None:
             record, seq, f"claim of incarnation {record.incarnation}", f"incarnation {ledger.incarnation + 1}"
         )
     for group in ledger.groups.values():
-        if group.state is GroupState.GENERATING:
+        if group.state is GENERATING:
             for rollout in group.rollouts:
-                if rollout.state is RolloutState.LIVE:
+                if rollout.state is LIVE:
                     rollout.closed_by_claim = True
                     ledger.counts["attempts_closed_by_claim"] += 1
                     end_attempt(ledger, group, rollout)
@@ -98,10 +100,10 @@ def _lease_issued(ledger: Ledger, seq: int, record: schema.LeaseIssued) -> None:
         raise illegal(record, seq, f"groups {record.groups}", "distinct groups")
     for ordinal in record.groups:
         group = ledger.group(ordinal, record, seq)
-        if group.state is not GroupState.COMPLETED:
+        if group.state is not COMPLETED:
             raise illegal(record, seq, f"group {ordinal} is {group.state.value}", "completed")
     for ordinal in record.groups:
-        ledger.set_state(ledger.groups[ordinal], GroupState.LEASED)
+        ledger.set_state(ledger.groups[ordinal], LEASED)
     ledger.lease = Lease(
         record.lease,
         record.step,
@@ -121,7 +123,7 @@ def _open_lease(ledger: Ledger, seq: int, record: Record, lease: int) -> Lease:
 
 def _lease_rolled_back(ledger: Ledger, seq: int, record: schema.LeaseRolledBack) -> None:
     for group in _open_lease(ledger, seq, record, record.lease).groups:
-        ledger.set_state(ledger.groups[group.ordinal], GroupState.COMPLETED)
+        ledger.set_state(ledger.groups[group.ordinal], COMPLETED)
     ledger.lease = None
 
 
@@ -130,10 +132,9 @@ def _step_committed(ledger: Ledger, seq: int, record: schema.StepCommitted) -> N
     if record.step != lease.step:
         raise illegal(record, seq, f"step {record.step} under the lease of step {lease.step}", "the lease's step")
     for trained in lease.groups:
-        for rows in trained.rows:
-            ledger.retain_rows(rows, +1)
-        ledger.settle(ledger.groups[trained.ordinal])
+        ledger.take_out(ledger.groups[trained.ordinal])
         ledger.consumed.add(trained.ordinal)
+    ledger.keep_rows(lease)
     ledger.lease, ledger.step = None, record.step
     ledger.state_digest, ledger.weights_digest = record.state_digest, record.weights_digest
     ledger.steps[record.step] = Step(lease, record.state_digest, record.weights_digest, seq)
@@ -167,9 +168,7 @@ def _checkpoint_published(ledger: Ledger, seq: int, record: schema.CheckpointPub
     if len(ledger.checkpoints) > RETAINED_CHECKPOINTS:
         ledger.checkpoints.pop(0)
         for number in [number for number in ledger.steps if number <= ledger.checkpoints[0].step]:
-            for trained in ledger.steps.pop(number).lease.groups:
-                for rows in trained.rows:
-                    ledger.retain_rows(rows, -1)
+            ledger.forget_rows(ledger.steps.pop(number).lease)
 
 
 def _config_changed(ledger: Ledger, seq: int, record: schema.ConfigChanged) -> None:
@@ -187,6 +186,7 @@ TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
     schema.PolicyPublished: _policy_published,
     schema.GroupReserved: rollouts.group_reserved,
     schema.AttemptsMinted: rollouts.attempts_minted,
+    schema.GroupsDispatched: rollouts.groups_dispatched,
     schema.AttemptAbandoned: rollouts.attempt_abandoned,
     schema.PayloadStored: rollouts.payload_stored,
     schema.TurnCommitted: rollouts.turn_committed,

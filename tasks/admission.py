@@ -22,7 +22,7 @@ async def hold_admission(step: int) -> int:
     one.hold = hold
     one.renewing = asyncio.create_task(_renew(one, hold, ttl / 3))
     one.renewing.add_done_callback(seen)
-    return len(hold.frontier)
+    return hold.frontier
 
 
 async def _renew(one: Session, hold: Hold, every: float) -> None:

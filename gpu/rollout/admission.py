@@ -7,7 +7,7 @@ memory, never journaled: they die with the incarnation.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gpu.rollout.messages import Hold, Identity
@@ -52,12 +52,12 @@ class Admission:
     def _age(self, held: _Held) -> float:
         return self._clock.monotonic() - held.since
 
-    def acquire(self, owner: str, purpose: str, token: int, ttl_s: float, active: Iterable[Identity]) -> Hold:
+    def acquire(self, owner: str, purpose: str, token: int, ttl_s: float, active: set[Identity]) -> Hold:
         """Close admission, then remember what is executing: the terminal frontier."""
         self.epoch += 1
         now = self._clock.monotonic()
-        hold = Hold(self._next, self.epoch, owner, purpose, tuple(active))
-        self._held[hold.hold] = _Held(hold, token, now + ttl_s, ttl_s, now, set(hold.frontier))
+        hold = Hold(self._next, self.epoch, owner, purpose, len(active))
+        self._held[hold.hold] = _Held(hold, token, now + ttl_s, ttl_s, now, active)
         self._next += 1
         return hold
 
@@ -106,10 +106,10 @@ class Admission:
             return True
         return False
 
-    def ended(self, identity: Identity) -> None:
-        """An execution ended: its result is published to the buffer, or its attempt is abandoned."""
+    def ended(self, identities: Sequence[Identity]) -> None:
+        """Executions ended: their results are published to the buffer, or their attempts are abandoned."""
         for held in self._held.values():
-            held.open.discard(identity)
+            held.open.difference_update(identities)
 
     def still_open(self, hold: int) -> tuple[Identity, ...]:
         """Executions of the hold's frontier that have not ended. Waiting on it neither cancels nor consumes."""

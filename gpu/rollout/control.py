@@ -107,7 +107,9 @@ class RolloutControl:
     # ------------------------------------------------------------------ holds
 
     def acquire(self, owner: str, purpose: str, token: int, ttl_s: float) -> Hold:
-        active = [*self.scheduler.active, *self.results.unpublished]
+        active = set(self.scheduler.active)
+        for _, identities in self.results.unpublished:
+            active.update(identities)
         return self.admission.acquire(owner, purpose, token, ttl_s, active)
 
     def prepare_checkpoint(self, hold: int, epoch: int) -> None:

@@ -16,7 +16,7 @@ from gpu.rollout.scheduler import Scheduler
 from gpu.rollout.staleness import select
 from storage import schema
 from storage.errors import LeaseRefused
-from storage.ledger import UNKNOWN_VERSION, Group, GroupState, Lease, trained_group
+from storage.ledger import RESERVED, UNKNOWN_VERSION, Group, Lease, trained_group
 
 
 class Leasing:
@@ -102,7 +102,7 @@ class Leasing:
     def _restart_if_stuck(self, ordinal: int) -> bool:
         """A group in backoff at its deadline starts whole again instead of holding up the batch."""
         group = self._books.ledger.groups[ordinal]
-        if ordinal not in self._scheduler.backoff or group.state is not GroupState.RESERVED:
+        if ordinal not in self._scheduler.backoff or group.state is not RESERVED:
             return False
         self.requeue(ordinal, "deadline")
         return True

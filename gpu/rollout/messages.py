@@ -1,4 +1,7 @@
-"""What crosses between the manager, its workers and its driver. All values, compared by content."""
+"""What crosses between the manager, its workers and its driver. All values, compared by content.
+
+None can be part of a reference cycle, so the numerous ones are invisible to the garbage collector.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Outcome(Enum):
     WORKER_LOST = "worker_lost"
 
 
-class Identity(msgspec.Struct, frozen=True):
+class Identity(msgspec.Struct, frozen=True, gc=False):
     """One attempt, unique over the life of a run."""
 
     group: int
@@ -39,7 +42,7 @@ class Identity(msgspec.Struct, frozen=True):
         return f"g{self.group}/{self.sibling}~{self.attempt}@{self.incarnation}"
 
 
-class Continuation(msgspec.Struct, frozen=True):
+class Continuation(msgspec.Struct, frozen=True, gc=False):
     """Where an attempt goes on: the rows of the durable turns, the environment's state after the last of them, and the
     bytes of the blocks that are still in the manager's memory."""
 
@@ -50,14 +53,14 @@ class Continuation(msgspec.Struct, frozen=True):
     state: bytes
 
 
-class Dispatch(msgspec.Struct, frozen=True):
+class Dispatch(msgspec.Struct, frozen=True, gc=False):
     """Run this attempt. `version` is the policy version that all serving engines have confirmed, `boundary` the index
     of the attempt's first boundary."""
 
     identity: Identity
     version: int
     boundary: int
-    continuation: Continuation | None
+    continuation: Continuation | None = None
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -67,7 +70,7 @@ class Work(msgspec.Struct, frozen=True):
     engines: tuple[str, ...]
 
 
-class Turn(msgspec.Struct, frozen=True):
+class Turn(msgspec.Struct, frozen=True, gc=False):
     """A finished turn of a live attempt: row `row` of the report's block, the environment's state after it."""
 
     identity: Identity
@@ -78,7 +81,7 @@ class Turn(msgspec.Struct, frozen=True):
     state: bytes
 
 
-class Ended(msgspec.Struct, frozen=True):
+class Ended(msgspec.Struct, frozen=True, gc=False):
     """An attempt ended. `row`, `tokens` (generated in the last turn), `oldest` and `reward` count only when sealed."""
 
     identity: Identity
@@ -90,7 +93,7 @@ class Ended(msgspec.Struct, frozen=True):
     detail: str = ""
 
 
-class Report(msgspec.Struct, frozen=True):
+class Report(msgspec.Struct, frozen=True, gc=False):
     """What a worker says at once. The block's rows are durable as payload/<block>.arrow, or travel in `inline`."""
 
     worker: str
@@ -126,13 +129,14 @@ class Wait(msgspec.Struct, frozen=True):
 
 
 class Hold(msgspec.Struct, frozen=True):
-    """One owner's claim that keeps reservations and leases closed. Effects under it carry (hold, epoch)."""
+    """One owner's claim that keeps reservations and leases closed. Effects under it carry (hold, epoch). `frontier` is
+    the number of executions that were active when it was acquired."""
 
     hold: int
     epoch: int
     owner: str
     purpose: str
-    frontier: tuple[Identity, ...]
+    frontier: int
 
 
 class Caller(msgspec.Struct, frozen=True):

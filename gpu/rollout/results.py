@@ -7,7 +7,7 @@ and repeats are counted and change nothing. A failure is never a reward of 0.
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 
 from gpu.rollout.admission import Admission
@@ -16,7 +16,9 @@ from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report, Turn
 from gpu.rollout.scheduler import Scheduler
 from storage import schema
-from storage.ledger import Group, GroupState, Rollout, RolloutState
+from storage.ledger import LIVE, RESERVED, Group, Rollout
+
+_SEALED = Outcome.SEALED
 
 GroupFilter = Callable[[Sequence[float]], str]
 """Rewards of a group's siblings -> reason to discard the group, or "" to keep it."""
@@ -33,15 +35,15 @@ def zero_variance(rewards: Sequence[float]) -> str:
 
 
 class Results:
-    """Applies reports. `unpublished` are sealed attempts whose record is not durable yet: their executions have not
-    ended, so a hold taken now still waits for them."""
+    """Applies reports. `unpublished` are sealed attempts, by the sequence number of their record, that are not durable
+    yet: their executions have not ended, so a hold taken now still waits for them."""
 
     def __init__(
         self, books: Books, limits: Limits, admission: Admission, scheduler: Scheduler, group_filter: GroupFilter
     ) -> None:
         self._books, self._limits = books, limits
         self._admission, self._scheduler, self._filter = admission, scheduler, group_filter
-        self.unpublished: dict[Identity, int] = {}
+        self.unpublished: deque[tuple[int, list[Identity]]] = deque()
         self.ignored: Counter[str] = Counter()
 
     def report(self, report: Report) -> Accepted:
@@ -77,14 +79,33 @@ class Results:
             else:
                 progress[turn.identity] = turn.boundary + 1
                 turns.append(turn)
+        groups, last = self._books.ledger.groups, self._limits.num_siblings - 1
         for ended in report.ended:
-            rollout = self._current(ended.identity)
-            if rollout is None or ended.identity in seen:
+            identity = ended.identity
+            # As `_current`, without the call: this loop is most of what a rollout costs here.
+            group = groups.get(identity.group)
+            rollout = group.rollouts[identity.sibling] if group is not None and 0 <= identity.sibling <= last else None
+            if (
+                rollout is None
+                or rollout.state is not LIVE
+                or rollout.attempt != identity.attempt
+                or rollout.incarnation != identity.incarnation
+                or identity in seen
+            ):
                 self.ignored[ended.outcome.value] += 1
                 continue
-            seen.add(ended.identity)
-            checked = _check_result(ended, rollout)
-            (sealed if checked.outcome is Outcome.SEALED else failed).append(checked)
+            seen.add(identity)
+            if ended.outcome is not _SEALED:
+                failed.append(ended)
+            elif (
+                ended.row < 0
+                or ended.tokens < 1
+                or ended.oldest < rollout.minted_version
+                or not math.isfinite(ended.reward)
+            ):
+                failed.append(Ended(identity, Outcome.MALFORMED, detail=_problem(ended, rollout)))
+            else:
+                sealed.append(ended)
         return turns, sealed, failed
 
     def _current(self, identity: Identity) -> Rollout | None:
@@ -93,8 +114,13 @@ class Results:
         if group is None or not 0 <= identity.sibling < len(group.rollouts):
             return None
         rollout = group.rollouts[identity.sibling]
-        same = rollout.attempt == identity.attempt and rollout.incarnation == identity.incarnation
-        return rollout if same and rollout.state is RolloutState.LIVE else None
+        if (
+            rollout.state is LIVE
+            and rollout.attempt == identity.attempt
+            and rollout.incarnation == identity.incarnation
+        ):
+            return rollout
+        return None
 
     # ------------------------------------------------------------------ what they do
 
@@ -124,35 +150,40 @@ class Results:
         )
 
     def _seal(self, block: str, sealed: list[Ended]) -> None:
+        identities = [ended.identity for ended in sealed]
+        ordinals = tuple([identity.group for identity in identities])
         seq = self._books.record(
             schema.Sealed(
                 block,
-                tuple(ended.identity.group for ended in sealed),
-                tuple(ended.identity.sibling for ended in sealed),
-                tuple(ended.identity.attempt for ended in sealed),
-                tuple(ended.row for ended in sealed),
-                tuple(ended.tokens for ended in sealed),
-                tuple(ended.oldest for ended in sealed),
-                tuple(ended.reward for ended in sealed),
+                ordinals,
+                tuple([identity.sibling for identity in identities]),
+                tuple([identity.attempt for identity in identities]),
+                tuple([ended.row for ended in sealed]),
+                tuple([ended.tokens for ended in sealed]),
+                tuple([ended.oldest for ended in sealed]),
+                tuple([ended.reward for ended in sealed]),
             )
         )
-        for ended in sealed:
-            self._scheduler.ended(ended.identity)
-            self.unpublished[ended.identity] = seq
-        touched = [self._books.ledger.groups[ordinal] for ordinal in dict.fromkeys(e.identity.group for e in sealed)]
-        self._complete([group.ordinal for group in touched if group.num_sealed == len(group.rollouts)])
-        for group in touched:
-            self._quarantine_if_spent(group)
-
-    def _complete(self, ordinals: list[int]) -> None:
-        """Put-time verdict: a finished group is kept or filtered."""
+        self._scheduler.published(identities)
+        self.unpublished.append((seq, identities))
         groups = self._books.ledger.groups
-        verdicts = {o: self._filter([rollout.reward for rollout in groups[o].rollouts]) for o in ordinals}
-        kept = tuple(ordinal for ordinal, reason in verdicts.items() if not reason)
+        touched = [groups[ordinal] for ordinal in dict.fromkeys(ordinals)]
+        self._complete([group for group in touched if group.num_sealed == len(group.rollouts)])
+        for group in touched:
+            if group.state is RESERVED:
+                self._quarantine_if_spent(group)
+
+    def _complete(self, groups: list[Group]) -> None:
+        """Put-time verdict: a finished group is kept or filtered."""
+        kept: list[int] = []
+        filtered: dict[str, list[int]] = {}
+        for group in groups:
+            reason = self._filter([rollout.reward for rollout in group.rollouts])
+            (filtered.setdefault(reason, []) if reason else kept).append(group.ordinal)
         if kept:
-            self._books.record(schema.GroupCompleted(kept))
-        for reason in sorted(set(verdicts.values()) - {""}):
-            self.discard([o for o, found in verdicts.items() if found == reason], reason)
+            self._books.record(schema.GroupCompleted(tuple(kept)))
+        for reason, ordinals in filtered.items():
+            self.discard(ordinals, reason)
         for ordinal in kept:
             self._scheduler.settled(ordinal)
 
@@ -166,12 +197,12 @@ class Results:
 
     def _close_attempts(self, group: Group) -> None:
         for sibling, rollout in enumerate(group.rollouts):
-            if rollout.state is RolloutState.LIVE:
+            if rollout.state is LIVE:
                 self._end(Identity(group.ordinal, sibling, rollout.attempt, rollout.incarnation))
 
     def _end(self, identity: Identity) -> None:
         self._scheduler.ended(identity)
-        self._admission.ended(identity)
+        self._admission.ended([identity])
 
     def abandon(self, identity: Identity, outcome: Outcome, detail: str) -> None:
         """An attempt ended without a result: try again after a while, or quarantine the group (budget spent)."""
@@ -195,7 +226,7 @@ class Results:
         """A group with a spent budget is settled once none of its siblings is live."""
         limits = self._limits
         spent = [r for r in group.rollouts if r.failures >= limits.max_attempts or r.losses >= limits.max_losses]
-        if spent and group.state is GroupState.RESERVED:
+        if spent and group.state is RESERVED:
             reason = f"{spent[0].failures} failed attempts, {spent[0].losses} lost processes"
             self._books.record(schema.GroupQuarantined(group.ordinal, reason))
             self._scheduler.settled(group.ordinal)
@@ -204,21 +235,14 @@ class Results:
 
     def durable(self, seq: int) -> None:
         """Records up to `seq` are durable: the executions they sealed have ended."""
-        ended = [identity for identity, at in self.unpublished.items() if at <= seq]
-        for identity in ended:
-            del self.unpublished[identity]
-            self._admission.ended(identity)
+        while self.unpublished and self.unpublished[0][0] <= seq:
+            self._admission.ended(self.unpublished.popleft()[1])
 
 
-def _check_result(ended: Ended, rollout: Rollout) -> Ended:
-    """A success that breaks a rule is a malformed result, not a crash of the worker."""
-    if ended.outcome is not Outcome.SEALED:
-        return ended
-    problem = ""
+def _problem(ended: Ended, rollout: Rollout) -> str:
+    """Which rule a success breaks: that makes it a malformed result, and no crash of the worker."""
     if not math.isfinite(ended.reward):
-        problem = f"reward {ended.reward} is not finite"
-    elif ended.tokens < 1 or ended.row < 0:
-        problem = "no generated token"
-    elif ended.oldest < rollout.minted_version:
-        problem = f"tokens of version {ended.oldest}, dispatched at {rollout.minted_version}"
-    return ended if not problem else Ended(ended.identity, Outcome.MALFORMED, detail=problem)
+        return f"reward {ended.reward} is not finite"
+    if ended.tokens < 1 or ended.row < 0:
+        return "no generated token"
+    return f"tokens of version {ended.oldest}, dispatched at {rollout.minted_version}"

@@ -7,16 +7,17 @@ and handed to whichever worker asks; a worker that dies gives its attempts back.
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
+from collections.abc import Iterable
 
 from gpu.rollout.admission import Admission
 from gpu.rollout.backoff import Backoff
 from gpu.rollout.books import Books
 from gpu.rollout.limits import Limits, Submission
 from gpu.rollout.messages import Continuation, Dispatch, Identity, Wait
-from gpu.rollout.staleness import admits
+from gpu.rollout.staleness import room
 from storage import schema
-from storage.ledger import UNKNOWN_VERSION, Group, GroupState, RolloutState
+from storage.ledger import GENERATING, UNKNOWN_VERSION, WAITING, Boundary, Group, Rollout
 
 
 class Scheduler:
@@ -25,7 +26,7 @@ class Scheduler:
 
     def __init__(self, books: Books, limits: Limits, admission: Admission, length: int | None) -> None:
         self._books, self._limits, self._admission, self._length = books, limits, admission, length
-        self._queue: deque[Identity] = deque()
+        self._queue: deque[Dispatch] = deque()
         self._waiting: dict[int, None] = dict.fromkeys(
             ordinal for ordinal, group in books.ledger.groups.items() if _missing(group)
         )
@@ -46,6 +47,11 @@ class Scheduler:
 
     def ended(self, identity: Identity) -> None:
         self.active.pop(identity, None)
+
+    def published(self, identities: Iterable[Identity]) -> None:
+        """Live attempts are sealed."""
+        for identity in identities:
+            del self.active[identity]
 
     def of_worker(self, worker: str) -> list[Identity]:
         return [identity for identity, owner in self.active.items() if owner == worker]
@@ -81,7 +87,7 @@ class Scheduler:
             return Wait(f"completed (P): {ledger.dispatched} of {limits.max_completed} groups", "the trainer")
         if ledger.retained >= limits.max_retained:
             return Wait(f"retained (R): {ledger.retained} of {limits.max_retained} groups", "the trainer")
-        if not self._admits(ledger.oldest_counts):
+        if not self._admissible():
             return Wait(f"staleness bound {limits.staleness} at version {ledger.step}", "the trainer")
         if len(self.backoff):
             return Wait(f"{len(self.backoff)} groups in backoff", "time")
@@ -90,15 +96,17 @@ class Scheduler:
     def _room(self) -> int:
         """Free executing capacity, in the unit of the policy."""
         ledger = self._books.ledger
-        used = ledger.live if self._limits.submission is Submission.SAMPLE else ledger.totals[GroupState.GENERATING]
+        used = ledger.live if self._limits.submission is Submission.SAMPLE else ledger.totals[GENERATING]
         return self._limits.max_executing - used
 
     def _cost(self) -> int:
         return self._limits.num_siblings if self._limits.submission is Submission.SAMPLE else 1
 
-    def _admits(self, counts: Counter[int]) -> bool:
+    def _admissible(self) -> int:
+        """How many fresh groups the staleness rule lets start."""
         assert self.version is not None
-        return admits(counts, self._limits.staleness, self._limits.batch, self._books.ledger.step, self.version)
+        ledger, limits = self._books.ledger, self._limits
+        return room(ledger.oldest_counts, limits.staleness, limits.batch, ledger.step, self.version)
 
     # ------------------------------------------------------------------ doing it
 
@@ -106,38 +114,46 @@ class Scheduler:
         """Up to `limit` attempts for this worker, minting new ones as far as the gates allow."""
         self._fill()
         taken: list[Dispatch] = []
-        unreadable: list[Identity] = []
+        unreadable: list[Dispatch] = []
         while self._queue and len(taken) < limit:
-            identity = self._queue.popleft()
-            if identity not in self.active:
+            dispatch = self._queue.popleft()
+            if dispatch.identity not in self.active:
                 continue
-            if not self._readable(identity):
-                unreadable.append(identity)
-                continue
-            self.active[identity] = worker
-            taken.append(self._dispatch(identity))
+            if dispatch.boundary:
+                found = self._continued(dispatch)
+                if found is None:
+                    unreadable.append(dispatch)
+                    continue
+                dispatch = found
+            self.active[dispatch.identity] = worker
+            taken.append(dispatch)
         self._queue.extendleft(reversed(unreadable))
         return taken
 
-    def _readable(self, identity: Identity) -> bool:
-        """Whether a worker can read the turns of a continuation: each is hot, or durable at a known place."""
+    def _continued(self, dispatch: Dispatch) -> Dispatch | None:
+        """With the continuation, if the attempt has one; None while its turns cannot be read."""
+        identity = dispatch.identity
         rollout = self._books.ledger.groups[identity.group].rollouts[identity.sibling]
+        if rollout.boundary is None:
+            return dispatch
+        if not self._readable(rollout):
+            return None
+        return Dispatch(identity, dispatch.version, dispatch.boundary, self._continuation(rollout, rollout.boundary))
+
+    def _readable(self, rollout: Rollout) -> bool:
+        """Whether a worker can read the turns of a continuation: each is hot, or durable at a known place."""
         blocks = ((name, self._books.ledger.blocks[name]) for name, _ in rollout.rows)
         return all(not block.inline or block.slot >= 0 or self._books.hot.get(name) for name, block in blocks)
 
-    def _dispatch(self, identity: Identity) -> Dispatch:
-        rollout = self._books.ledger.groups[identity.group].rollouts[identity.sibling]
-        continuation = None
-        if rollout.boundary is not None:
-            names = {name for name, _ in rollout.rows}
-            continuation = Continuation(
-                rows=rollout.rows,
-                blocks={name: self._books.ledger.blocks[name] for name in names},
-                hot={name: data for name in names if (data := self._books.hot.get(name)) is not None},
-                turn=rollout.boundary.turn,
-                state=rollout.boundary.state,
-            )
-        return Dispatch(identity, rollout.minted_version, rollout.boundaries, continuation)
+    def _continuation(self, rollout: Rollout, boundary: Boundary) -> Continuation:
+        names = {name for name, _ in rollout.rows}
+        return Continuation(
+            rows=rollout.rows,
+            blocks={name: self._books.ledger.blocks[name] for name in names},
+            hot={name: data for name in names if (data := self._books.hot.get(name)) is not None},
+            turn=boundary.turn,
+            state=boundary.state,
+        )
 
     def _fill(self) -> None:
         if self.gate() is not None:
@@ -151,7 +167,7 @@ class Scheduler:
     def _dispatch_waiting(self) -> None:
         """Attempts of groups that are owned already: earliest deadline first, then in order of the source."""
         ledger = self._books.ledger
-        again: list[Identity] = []
+        again: list[Dispatch] = []
         known = [ledger.groups[ordinal] for ordinal in self._waiting if ordinal not in self.backoff]
         for group in sorted(known, key=_urgency):
             missing = _missing(group)
@@ -167,7 +183,7 @@ class Scheduler:
     def _fits(self, group: Group, missing: int) -> int:
         """How many of a group's missing siblings may start."""
         ledger, room = self._books.ledger, self._room()
-        if group.oldest == UNKNOWN_VERSION and not self._admits(ledger.oldest_counts):
+        if group.oldest == UNKNOWN_VERSION and not self._admissible():
             return 0
         if not group.dispatched and ledger.dispatched >= self._limits.max_completed:
             return 0
@@ -185,18 +201,20 @@ class Scheduler:
             limits.max_retained - ledger.retained,
             _most_left(self._length, ledger.frontier),
         )
-        count, counts = 0, Counter(ledger.oldest_counts)
-        while count < most and self._admits(counts):
+        count = min(most, self._admissible()) if most > 0 else 0
+        if count > 0:
+            first, incarnation = ledger.frontier, ledger.incarnation
             assert self.version is not None
-            counts[self.version] += 1
-            count += 1
-        if count:
-            first = ledger.frontier
             self._books.record(schema.GroupReserved(first, count))
-            for ordinal in range(first, first + count):
-                self._queue.extend(self._mint(ledger.groups[ordinal], list(range(limits.num_siblings))))
+            self._books.record(schema.GroupsDispatched(first, count, self.version))
+            siblings = range(limits.num_siblings)
+            ordinals = range(first, first + count)
+            minted = [Identity(ordinal, sibling, 0, incarnation) for ordinal in ordinals for sibling in siblings]
+            self.active.update(dict.fromkeys(minted, ""))
+            version = self.version
+            self._queue.extend([Dispatch(identity, version, 0) for identity in minted])
 
-    def _mint(self, group: Group, siblings: list[int]) -> list[Identity]:
+    def _mint(self, group: Group, siblings: list[int]) -> list[Dispatch]:
         assert self.version is not None
         ledger = self._books.ledger
         rollouts = [group.rollouts[sibling] for sibling in siblings]
@@ -204,17 +222,19 @@ class Scheduler:
         boundaries = tuple(rollout.boundary.index if rollout.boundary else -1 for rollout in rollouts)
         self._books.record(schema.AttemptsMinted(group.ordinal, tuple(siblings), attempts, boundaries, self.version))
         minted = [
-            Identity(group.ordinal, sibling, attempt, ledger.incarnation)
-            for sibling, attempt in zip(siblings, attempts, strict=True)
+            Dispatch(
+                Identity(group.ordinal, sibling, rollout.attempt, ledger.incarnation), self.version, rollout.boundaries
+            )
+            for sibling, rollout in zip(siblings, rollouts, strict=True)
         ]
-        self.active.update(dict.fromkeys(minted, ""))
+        self.active.update(dict.fromkeys([dispatch.identity for dispatch in minted], ""))
         if len(siblings) == len(group.rollouts) or not _missing(group):
             self._waiting.pop(group.ordinal, None)
         return minted
 
 
 def _missing(group: Group) -> list[int]:
-    return [sibling for sibling, rollout in enumerate(group.rollouts) if rollout.state is RolloutState.WAITING]
+    return [sibling for sibling, rollout in enumerate(group.rollouts) if rollout.state is WAITING]
 
 
 def _urgency(group: Group) -> tuple[bool, int, int]:

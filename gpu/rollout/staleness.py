@@ -3,7 +3,7 @@
 Let o(g) be the oldest version that generated a token of group g, and deadline(g) = o(g) + S. A group must be trained at
 a version <= its deadline. Every version trains at most B groups, so a set of unsettled groups can be trained in time
 exactly when, for every d >= v (the version that trains next), at most B (d - v + 1) of them have deadline <= d. Both
-rules below keep that invariant: `admits` when a group starts, `select` when a batch is taken. Within it, completion
+rules below keep that invariant: `room` when a group starts, `select` when a batch is taken. Within it, completion
 order decides. In steady state it admits B (S + 1) unsettled groups, and a prompt slower than the bound is waited for
 and trained.
 """
@@ -13,27 +13,27 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
+UNBOUNDED = 1 << 62
 
-def admits(counts: Mapping[int, int], staleness: int | None, batch: int, trains_at: int, generated_at: int) -> bool:
-    """Whether one more group, whose first token will come from version `generated_at`, can still be trained in time.
+
+def room(counts: Mapping[int, int], staleness: int | None, batch: int, trains_at: int, generated_at: int) -> int:
+    """How many more groups, whose first token will come from version `generated_at`, can still be trained in time.
 
     `counts` maps oldest version to number of unsettled started groups; `trains_at` is v for the earliest of them (the
     version of an open lease, else the current one).
     """
     if staleness is None:
-        return True
+        return UNBOUNDED
     deadline = generated_at + staleness
     if deadline < trains_at:
-        return False
-    # Later deadlines gain a group too, but their room grows by B per version and was checked when they were admitted;
-    # they must be checked again, because this group counts for every d >= its own deadline.
-    last = max([deadline, *(oldest + staleness for oldest in counts)])
-    due = sum(n for oldest, n in counts.items() if oldest + staleness < deadline)
-    for d in range(deadline, last + 1):
-        due += counts.get(d - staleness, 0)
-        if due + 1 > batch * (d - trains_at + 1):
-            return False
-    return True
+        return 0
+    due = sum([n for oldest, n in counts.items() if oldest < generated_at])
+    # Such a group counts for every d >= its own deadline, so later ones, checked when they were admitted, count again.
+    left = UNBOUNDED
+    for oldest in range(generated_at, max(generated_at, *counts) + 1 if counts else generated_at + 1):
+        due += counts.get(oldest, 0)
+        left = min(left, batch * (oldest + staleness - trains_at + 1) - due)
+    return max(0, left)
 
 
 @dataclass(frozen=True, slots=True)

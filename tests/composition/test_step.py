@@ -77,7 +77,7 @@ async def test_a_step_brings_one_set_of_weights_everywhere_and_live_rollouts_go_
     assert await PHASES.hold_admission(1) == len(before) == 4
     one = session()
     assert one.hold is not None
-    assert set(one.hold.frontier) == before
+    assert one.hold.frontier == len(before)
     since = (await rig.status())["journal"]["last_seq"]
     assert await PHASES.drain_rollouts(1) == 0, "a rollout that waits for a tool counts as parked"
     assert live(rig) == before

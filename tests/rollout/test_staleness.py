@@ -8,7 +8,7 @@ from collections import Counter
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gpu.rollout.staleness import admits, select
+from gpu.rollout.staleness import room, select
 
 
 @settings(max_examples=300)
@@ -28,7 +28,7 @@ def test_any_finish_order_trains_every_group_within_the_bound(
     trained = 0
     while trained < 20 * batch:
         serving = choices.randint(serving, version) if lag else version
-        while len(live) < executing and admits(Counter(oldest.values()), staleness, batch, version, serving):
+        while len(live) < executing and room(Counter(oldest.values()), staleness, batch, version, serving):
             oldest[next_ordinal] = serving
             live.add(next_ordinal)
             next_ordinal += 1
@@ -54,10 +54,10 @@ def test_any_finish_order_trains_every_group_within_the_bound(
 def test_on_policy_admits_exactly_one_batch_per_version() -> None:
     counts: Counter[int] = Counter()
     for _ in range(3):
-        assert admits(counts, 0, 3, 7, 7)
+        assert room(counts, 0, 3, 7, 7)
         counts[7] += 1
-    assert not admits(counts, 0, 3, 7, 7)
-    assert not admits(Counter(), 0, 3, 7, 6), "tokens of version 6 can no longer be trained at 7"
+    assert not room(counts, 0, 3, 7, 7)
+    assert not room(Counter(), 0, 3, 7, 6), "tokens of version 6 can no longer be trained at 7"
 
 
 def test_a_batch_waits_for_the_group_at_its_deadline_and_names_it() -> None:
@@ -84,4 +84,4 @@ def test_excess_beyond_a_lowered_bound_is_overdue() -> None:
 
 def test_unbounded_staleness_is_completion_order() -> None:
     assert select([(5, 0), (1, 9), (3, 2)], [(0, 0)], None, 2, version=50).chosen == (5, 1)
-    assert admits(Counter({0: 1000}), None, 1, 50, 0)
+    assert room(Counter({0: 1000}), None, 1, 50, 0)

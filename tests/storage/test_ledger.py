@@ -32,6 +32,8 @@ def seal(group: int = 0, siblings: tuple[int, ...] = (0, 1), attempt: int = 0, *
     return schema.msgspec.structs.replace(made, **changes)
 
 
+DISPATCH = schema.GroupsDispatched(0, 2, 0)
+ABANDON = schema.AttemptAbandoned(0, 0, 0, "failed", "")
 COMPLETE = schema.GroupCompleted((0,))
 LEASE = schema.LeaseIssued(1, 1, (0,), 0, False)
 COMMIT = schema.StepCommitted(1, 1, "s1", "w1", {})
@@ -68,6 +70,13 @@ def fold(records: list[Record], n: int = 2) -> Ledger:
         ([CLAIM, RESERVE], mint(boundary=0), "its last boundary -1"),
         ([CLAIM, RESERVE], schema.AttemptsMinted(0, (0, 1), (0,), (-1, -1), 0), "one attempt"),
         ([CLAIM, RESERVE, mint()], mint(attempt=1), "waiting"),
+        ([CLAIM], schema.GroupsDispatched(0, 1, 0), "never reserved"),
+        ([CLAIM, RESERVE], schema.GroupsDispatched(0, 0, 0), "at least one group"),
+        ([CLAIM, RESERVE], schema.GroupsDispatched(1, 2, 0), "never reserved"),
+        ([CLAIM, RESERVE, mint(1)], schema.GroupsDispatched(0, 2, 0), "fresh groups"),
+        ([CLAIM, RESERVE, DISPATCH], DISPATCH, "fresh groups"),
+        ([CLAIM, RESERVE, DISPATCH], mint(attempt=1), "waiting"),
+        ([CLAIM, RESERVE, mint(siblings=(0,)), ABANDON], schema.GroupsDispatched(0, 1, 0), "fresh groups"),
         ([CLAIM, RESERVE, mint()], schema.AttemptAbandoned(0, 0, 1, "failed", ""), "live at attempt 1"),
         ([CLAIM, RESERVE, BLOCK], seal(), "live at attempt 0"),
         ([CLAIM, RESERVE, mint()], seal(), "payload_stored record before it"),
@@ -90,6 +99,8 @@ def fold(records: list[Record], n: int = 2) -> Ledger:
         ([*SEALED, COMPLETE], schema.LeaseIssued(1, 1, (), 0, False), "distinct groups"),
         (LEASED, schema.LeaseIssued(2, 1, (0,), 0, False), "no open lease"),
         (LEASED, schema.GroupDiscarded((0,), "x"), "no lease holds"),
+        ([*SEALED], schema.GroupDiscarded((0, 0), "x"), "distinct groups"),
+        ([*SEALED], schema.GroupCompleted((0, 0)), "distinct groups"),
         (LEASED, schema.GroupRequeued(0, "x"), "dispatched, completed or waiting"),
         (LEASED, schema.StepCommitted(1, 2, "s", "w", {}), "lease 2 to be open"),
         (LEASED, schema.StepCommitted(2, 1, "s", "w", {}), "the lease's step"),
@@ -114,6 +125,16 @@ def test_illegal_transitions_are_refused_by_name_and_change_nothing(
         apply(ledger, len(before), record)
     assert f"record {len(before)}" in str(caught.value)
     assert repr(ledger) == repr(untouched)  # by text: the NaN of an open reward is not equal to itself
+
+
+def test_a_burst_of_fresh_groups_is_what_one_mint_for_each_of_them_would_be() -> None:
+    one = fold([CLAIM, POLICY, RESERVE, DISPATCH])
+    other = fold([CLAIM, POLICY, RESERVE, mint(0), mint(1)])
+    assert one.groups == other.groups
+    assert (one.live, one.dispatched, one.totals, one.oldest_counts) == (
+        other.live, other.dispatched, +other.totals, other.oldest_counts
+    )  # fmt: skip
+    assert one.counts["rollouts_minted"] == other.counts["rollouts_minted"] == 4
 
 
 def test_a_hole_in_the_sequence_is_refused() -> None:
