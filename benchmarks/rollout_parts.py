@@ -76,6 +76,7 @@ def make_limits(siblings: int, batch: int, submission: Submission) -> Limits:
         eviction_cap=None,
         prefetch=0,
         max_backoff=batch,
+        max_postprocessing=64,
         max_attempts=5,
         max_losses=20,
         backoff_base_s=0.5,

@@ -6,6 +6,8 @@
     tidegate status  RUN                                            what a live run waits for; else where storage stands
     tidegate verify  RUN                                            prove the run from storage alone
     tidegate inspect RUN [--step N | --group N]                     look into storage
+    tidegate quarantine list RUN                                    groups that spent their attempts, and why
+    tidegate quarantine release RUN GROUP...                        give them another budget
 
 Exit codes: 0 fine, 1 a fault, a run that is not sound, or one that somebody newer drives, 2 your input (nothing was
 written).
@@ -29,11 +31,11 @@ from rich.table import Table
 
 from flows import settings
 from flows.config import RunConfig
+from flows.live import ask_manager, open_reached
+from flows.quarantine import add_quarantine
 from gpu.prepare import preflight
 from storage import inspection
 from storage.errors import ConfigurationRefused, TidegateError, UnknownRun
-from storage.filesystem import Store
-from storage.opening import open_store, reach
 from storage.runs import open_run
 from storage.verify import verify
 
@@ -79,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add("inspect", _inspect, "look into a run's storage")
     inspect.add_argument("--step", type=int, help="one committed step")
     inspect.add_argument("--group", type=int, help="the whole history of one group")
+    add_quarantine(commands)
     return parser
 
 
@@ -123,7 +126,7 @@ def _train(parsed: argparse.Namespace) -> int:
 
 
 def _resume(parsed: argparse.Namespace) -> int:
-    store = _store(parsed)
+    store = open_reached(parsed.storage)
     info = open_run(store, parsed.name)
     values: dict[str, Any] = {**info.settings, "run": parsed.name}
     values["storage"] = {**values.get("storage", {}), "url": store.url}
@@ -145,16 +148,10 @@ def _run_flow(config: RunConfig, take_over: bool) -> int:
 # ---------------------------------------------------------------------- looking
 
 
-def _store(parsed: argparse.Namespace) -> Store:
-    store = open_store(parsed.storage)
-    reach(store, "runs")
-    return store
-
-
 def _status(parsed: argparse.Namespace) -> int:
-    store = _store(parsed)
+    store = open_reached(parsed.storage)
     found = inspection.summary(store, parsed.name)
-    live = _live_status(RunConfig.model_validate(open_run(store, parsed.name).settings), parsed.name)
+    live = ask_manager(store, parsed.name, lambda manager: manager.status())
     if parsed.json:
         print(json.dumps({"storage": found, "live": live}, default=str))
         return 0
@@ -164,33 +161,11 @@ def _status(parsed: argparse.Namespace) -> int:
     return 0
 
 
-def _live_status(config: RunConfig, run: str) -> dict[str, Any] | None:
-    """What the manager says, if there is a living one on the cluster this process is told of."""
-    import os
-
-    from gpu.actors import Remote, find_actor
-    from gpu.cluster import connect
-    from storage.errors import ActorLost, ResourceUnavailable
-
-    if config.cluster.address == "auto" and "RAY_ADDRESS" not in os.environ:
-        return None
-
-    async def ask() -> dict[str, Any]:
-        return await Remote("manager", find_actor(spec.namespace, spec.run, "manager")).status()
-
-    try:
-        spec = config.spec(run)
-        connect(spec.ray_address, spec.namespace)
-        return asyncio.run(ask())
-    except (ActorLost, ResourceUnavailable):
-        return None
-
-
 def _verify(parsed: argparse.Namespace) -> int:
     started = time.monotonic()
     console = Console(stderr=True)
     with console.status(f"verifying {parsed.name}") as shown:
-        report = verify(_store(parsed), parsed.name, lambda line: shown.update(line))
+        report = verify(open_reached(parsed.storage), parsed.name, lambda line: shown.update(line))
     if parsed.json:
         print(json.dumps({**report.as_dict(), "sound": report.sound}))
         return 0 if report.sound else 1
@@ -202,7 +177,7 @@ def _verify(parsed: argparse.Namespace) -> int:
 
 
 def _inspect(parsed: argparse.Namespace) -> int:
-    store = _store(parsed)
+    store = open_reached(parsed.storage)
     if parsed.group is not None:
         found: Any = inspection.group_history(store, parsed.name, parsed.group)
     elif parsed.step is not None:

@@ -100,8 +100,11 @@ class RolloutConfig(Part):
         default=None, description="Completed groups beyond this start again; null: never"
     )
     prefetch: Count = Field(default=0, description="Groups whose payload moves to the trainer before their lease")
-    filter: Literal["none", "zero_variance"] = Field(default="none", description="Groups to discard and refill (DAPO)")
+    filter: str = Field(
+        default="none", description="Groups to discard and refill: none, zero_variance (DAPO), or module:function"
+    )
     backoff: Count = Field(default=8, description="Groups that may wait for their next attempt at once")
+    postprocessing: Positive = Field(default=64, description="Groups whose filter is at work at once")
     backoff_base: Seconds = Field(default=0.5, description="First pause before another attempt; doubles")
     backoff_max: Seconds = Field(default=60.0, description="Longest pause before another attempt")
     attempts: Positive = Field(default=5, description="Failed attempts of one rollout before its group is quarantined")
@@ -225,6 +228,7 @@ class RunConfig(Part):
             eviction_cap=one.eviction_cap,
             prefetch=one.prefetch,
             max_backoff=one.backoff,
+            max_postprocessing=one.postprocessing,
             max_attempts=one.attempts,
             max_losses=one.losses,
             backoff_base_s=one.backoff_base,
@@ -238,6 +242,7 @@ class RunConfig(Part):
         """Refuse what cannot work, before anything is started or written; returns warnings."""
         limits = self.limits()
         warnings = check_limits(limits)
+        Filter(self.rollout.filter).function()
         environment = self._source().environment_of()
         tokens = min(self.generation.max_length, environment.max_new_tokens) * environment.max_turns
         check_group_bytes(limits, self.rollout.siblings * (BYTES_PER_ROLLOUT + BYTES_PER_TOKEN * tokens))

@@ -17,10 +17,10 @@ def minted_before_redo(storage: str, run: str) -> int:
         for row in segment.rows:
             if isinstance(row.record, schema.RunClaimed):
                 pending = 0
-            elif isinstance(row.record, schema.AttemptsMinted):
-                pending += len(row.record.siblings)
             elif isinstance(row.record, schema.StepRedone):
                 count, pending = count + pending, 0
+            else:
+                pending += len(schema.minted(row.record))
     return count
 
 
@@ -34,12 +34,12 @@ def live_at_deaths(storage: str, run: str) -> int:
             if isinstance(record, schema.RunClaimed):
                 total += len(live)
                 live.clear()
-            elif isinstance(record, schema.AttemptsMinted):
-                live.update((record.group, sibling) for sibling in record.siblings)
             elif isinstance(record, schema.AttemptAbandoned):
                 live.discard((record.group, record.sibling))
             elif isinstance(record, schema.Sealed):
                 live.difference_update(zip(record.groups, record.siblings, strict=True))
+            else:
+                live.update((group, sibling) for group, sibling, _ in schema.minted(record))
     return total
 
 

@@ -26,6 +26,7 @@ from gpu.actors import (
 )
 from gpu.fence import until_fenced
 from gpu.fleet import Fleet
+from gpu.metrics import publish_for_ever
 from gpu.place import may_live
 from gpu.prepare import claim_manager
 from gpu.spec import RunSpec
@@ -107,6 +108,7 @@ class ManagerActor(Hosted):
         manager.start()
         self._fleet = Fleet(manager, RayLauncher(spec, manager.incarnation), self._weights(spec), spec.fleet)
         self._fleet.start()
+        self._publishing = asyncio.create_task(publish_for_ever(spec.run, manager.metrics))
         self._end = asyncio.create_task(self._end_when_fenced(spec, until_fenced(
             manager, store, spec.run, spec.steps.alive_s / 3
         )))  # fmt: skip

@@ -99,4 +99,5 @@ def claim_manager(store: Store, spec: RunSpec, clock: Clock, owner: str, reason:
         reason=reason,
         length=length,
         group_filter=spec.filter.function(),
+        judged_outside=spec.filter.outside,
     )

@@ -3,9 +3,10 @@ defaults; nothing here has one."""
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
+from typing import cast
 
 from gpu.environments.base import Environment
 from gpu.environments.registry import make_environment
@@ -18,6 +19,7 @@ from gpu.rollout.manager import ManagerSettings
 from gpu.rollout.results import GroupFilter, keep_all, zero_variance
 from gpu.rollout.source import PromptStream
 from gpu.training.settings import TrainingSettings
+from storage.errors import ConfigurationRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +74,41 @@ class WorkerSpec:
     process: ProcessSpec
 
 
-class Filter(Enum):
-    """Put-time verdict on a finished group."""
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """The verdict on a finished group: "none", "zero_variance", or a user's "module:function", which gets the rewards
+    of the siblings and returns why the group is to be discarded, or "". A user's function may take its time and runs
+    in threads of the manager; what it raises is tried again."""
 
-    NONE = "none"
-    ZERO_VARIANCE = "zero_variance"
+    name: str
+
+    @property
+    def outside(self) -> bool:
+        return self.name not in _FILTERS
 
     def function(self) -> GroupFilter:
-        return keep_all if self is Filter.NONE else zero_variance
+        """Raises `ConfigurationRefused`."""
+        if not self.outside:
+            return _FILTERS[self.name]
+        module, _, attribute = self.name.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), attribute)
+        except (ImportError, AttributeError, ValueError) as error:
+            raise ConfigurationRefused(
+                f"rollout.filter {self.name!r}: {error}",
+                expected=f"{', '.join(_FILTERS)}, or an importable module:function",
+                action="install the package on every node, or correct the path",
+            ) from error
+        if not callable(found):
+            raise ConfigurationRefused(
+                f"rollout.filter {self.name!r} is a {type(found).__name__}",
+                expected="a function of the siblings' rewards",
+                action="correct the path",
+            )
+        return cast("GroupFilter", found)
+
+
+_FILTERS: Mapping[str, GroupFilter] = {"none": keep_all, "zero_variance": zero_variance}
 
 
 @dataclass(frozen=True, slots=True)

@@ -41,6 +41,12 @@ class UserError(TidegateError, ValueError):
     default_code = "user"
 
 
+class QuarantineRefused(UserError):
+    """A release of groups that are not quarantined, or of a run that nobody drives."""
+
+    default_code = "quarantine"
+
+
 class ConfigurationRefused(UserError):
     """A configuration that cannot work, with the arithmetic."""
 

@@ -52,6 +52,17 @@ def steps(store: Store, run: str) -> list[dict[str, Any]]:
     return found
 
 
+def quarantined(store: Store, run: str) -> list[dict[str, Any]]:
+    """Groups that spent their attempt budget, in order of the source: why, and the attempts of each sibling."""
+    ledger = Ledger(open_run(store, run).num_siblings)
+    for segment in read_journal(store, run):
+        fold_segment(ledger, segment)
+    return [
+        {"group": ordinal, "reason": found.reason, "attempts": [attempt + 1 for attempt in found.attempts]}
+        for ordinal, found in sorted(ledger.quarantined.items())
+    ]
+
+
 def group_history(store: Store, run: str, ordinal: int) -> list[dict[str, Any]]:
     """Every record that names a group, in order."""
     open_run(store, run)
@@ -68,6 +79,6 @@ def _rows(store: Store, run: str) -> Iterator[Row]:
 
 
 def _names(record: Record, ordinal: int) -> bool:
-    if isinstance(record, schema.GroupReserved):
+    if isinstance(record, schema.GroupReserved | schema.GroupsDispatched):
         return record.first <= ordinal < record.first + record.count
     return getattr(record, "group", None) == ordinal or ordinal in getattr(record, "groups", ())

@@ -336,6 +336,7 @@ class Ledger:
     def drop_work(self, rollout: Rollout) -> None:
         """Forget the durable turns and the seal of a rollout; its attempt numbers go on."""
         self.release_rows(rollout.rows)
+        self.counts["tokens_wasted"] += rollout.tokens
         rollout.rows, rollout.tokens, rollout.boundary = (), 0, None
         rollout.oldest, rollout.reward, rollout.state = UNKNOWN_VERSION, math.nan, WAITING
 

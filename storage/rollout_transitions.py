@@ -76,8 +76,9 @@ def group_reserved(ledger: Ledger, seq: int, record: schema.GroupReserved) -> No
 
 
 def groups_dispatched(ledger: Ledger, seq: int, record: schema.GroupsDispatched) -> None:
-    if record.count < 1:
-        raise illegal(record, seq, f"{record.count} groups", "at least one group")
+    if record.count < 1 or record.siblings != ledger.num_siblings:
+        found = f"{record.count} groups of {record.siblings} siblings"
+        raise illegal(record, seq, found, f"at least one group of {ledger.num_siblings}")
     groups = [ledger.group(ordinal, record, seq) for ordinal in range(record.first, record.first + record.count)]
     for group in groups:
         if group.state is not RESERVED or group.dispatched or group.rollouts[0].attempt != -1:

@@ -58,11 +58,12 @@ class AttemptsMinted(Record, frozen=True, forbid_unknown_fields=True):
 
 
 class GroupsDispatched(Record, frozen=True, forbid_unknown_fields=True):
-    """Attempt 0 of every sibling of `count` fresh groups from `first`, from scratch: what a burst of submissions mints.
-    `version` as in `AttemptsMinted`."""
+    """Attempt 0 of all n `siblings` of `count` fresh groups from `first`, from scratch: what a burst of submissions
+    mints. `version` as in `AttemptsMinted`."""
 
     first: int
     count: int
+    siblings: int
     version: int
 
 
@@ -205,6 +206,16 @@ class RunFinished(Record, frozen=True, forbid_unknown_fields=True):
     """Nothing follows but claims; a resume is a no-op."""
 
     reason: str
+
+
+def minted(record: Record) -> list[tuple[int, int, int]]:
+    """(group, sibling, attempt) of every attempt that a record mints; empty for records of other kinds."""
+    if isinstance(record, AttemptsMinted):
+        return [(record.group, s, a) for s, a in zip(record.siblings, record.attempts, strict=True)]
+    if isinstance(record, GroupsDispatched):
+        groups = range(record.first, record.first + record.count)
+        return [(group, sibling, 0) for group in groups for sibling in range(record.siblings)]
+    return []
 
 
 KINDS: dict[str, type[Record]] = {

@@ -1,12 +1,17 @@
-"""Servers that several test files share; each starts at its first use and ends with the session."""
+"""What several test files share. Servers start at their first use and end with the session."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import settings
 
 from flows.seaweed import S3Server, exported, running_seaweed
+
+# No test here is a measurement: how long an example takes says how busy the machine is.
+settings.register_profile("tidegate", deadline=None)
+settings.load_profile("tidegate")
 
 
 @pytest.fixture(scope="session")

@@ -68,7 +68,7 @@ class Admission:
     def confirm(self, hold: int, epoch: int) -> _Held:
         """The hold an effect relies on is up right now. Raises `HoldRefused`."""
         held = self._held.get(hold)
-        if held is None or held.hold.epoch != epoch or self.closed:
+        if held is None or held.hold.epoch != epoch or held.expires <= self._clock.monotonic() or self.closed:
             raise HoldRefused(
                 f"hold {hold} of epoch {epoch} is not up ({self.closed or 'expired, released or voided'})",
                 expected="a live hold at the moment of the effect",
@@ -92,13 +92,10 @@ class Admission:
             self.release(hold)
         return mine
 
-    def expire(self) -> list[Hold]:
-        """Drop the holds whose owner stopped renewing; returns them."""
+    def late(self) -> list[Hold]:
+        """Holds whose owner stopped renewing. Whoever wraps this ends what runs under them, then releases them."""
         now = self._clock.monotonic()
-        late = [held.hold for held in self._held.values() if held.expires <= now]
-        for hold in late:
-            self.release(hold.hold)
-        return late
+        return [held.hold for held in self._held.values() if held.expires <= now]
 
     def _reopened(self) -> bool:
         if self.is_open:

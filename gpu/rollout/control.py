@@ -7,6 +7,8 @@ froze, calls `durable` and `tick`, and waits; nothing here waits, reads a clock 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from gpu.rollout.admission import Admission
 from gpu.rollout.books import Books
 from gpu.rollout.leasing import Leasing
@@ -19,10 +21,12 @@ from storage.clock import Clock
 from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
 from storage.journal import JournalWriter
 from storage.ledger import Ledger
+from storage.quarantine import check_release
 
 
 class RolloutControl:
-    """`length` is the number of ordinals of the source, None when endless; `group_filter` judges finished groups."""
+    """`length` is the number of ordinals of the source, None when endless; `group_filter` judges finished groups, at
+    once, or with `judged_outside` wherever the wrapper runs it (`results.begin_judging`, `judge`, `judging_failed`)."""
 
     def __init__(
         self,
@@ -33,12 +37,15 @@ class RolloutControl:
         *,
         length: int | None,
         group_filter: GroupFilter = keep_all,
+        judged_outside: bool = False,
     ) -> None:
         self.books = Books(ledger, journal, clock, limits.max_hot_bytes)
         self.limits = limits
         self.admission = Admission(clock)
         self.scheduler = Scheduler(self.books, limits, self.admission, length)
-        self.results = Results(self.books, limits, self.admission, self.scheduler, group_filter)
+        self.results = Results(
+            self.books, limits, self.admission, self.scheduler, None if judged_outside else group_filter
+        )
         self.leasing = Leasing(self.books, limits, self.admission, self.scheduler, self.results)
 
     @property
@@ -104,6 +111,21 @@ class RolloutControl:
         position = self.ledger.steps[step].seq if step in self.ledger.steps else -1
         return self.books.record(schema.CheckpointPublished(step, position, manifest, digest, size, written))
 
+    # ------------------------------------------------------------------ quarantine
+
+    def quarantined(self) -> dict[int, str]:
+        """Groups that spent their attempt budget, and why."""
+        return {ordinal: found.reason for ordinal, found in sorted(self.ledger.quarantined.items())}
+
+    def release_quarantined(self, ordinals: Sequence[int]) -> int:
+        """Give these groups another budget; returns the sequence number to wait for. All or none: raises
+        `QuarantineRefused` for one that is not quarantined."""
+        check_release(self.ledger, ordinals)
+        for ordinal in dict.fromkeys(ordinals):
+            self.books.record(schema.QuarantineReleased(ordinal))
+            self.scheduler.waits(ordinal)
+        return self.books.journal.last_seq
+
     # ------------------------------------------------------------------ holds
 
     def acquire(self, owner: str, purpose: str, token: int, ttl_s: float) -> Hold:
@@ -115,6 +137,7 @@ class RolloutControl:
     def prepare_checkpoint(self, hold: int, epoch: int) -> None:
         """A checkpoint may be captured now: an active hold, no open lease. Raises `HoldRefused`."""
         self.admission.confirm(hold, epoch)
+        self.results.retry_judging()
         if self.ledger.lease is not None:
             raise HoldRefused(
                 f"lease {self.ledger.lease.lease} is open",
@@ -128,9 +151,16 @@ class RolloutControl:
     def durable(self, seq: int) -> None:
         self.results.durable(seq)
 
-    def tick(self) -> list[Hold]:
-        """Let time pass: expired holds, which are returned."""
-        return self.admission.expire()
+    def tick(self) -> None:
+        """Let time pass: verdicts that are due again."""
+        self.results.judge_due()
+
+    def expire(self) -> list[Hold]:
+        """Release the holds whose owner stopped renewing, when nothing runs under them; returns them."""
+        late = self.admission.late()
+        for hold in late:
+            self.admission.release(hold.hold)
+        return late
 
     def finish(self, reason: str) -> int:
         """The run is complete: settle what is left untrained, close for good. Idempotent. Raises `LeaseRefused`."""
@@ -179,6 +209,7 @@ class RolloutControl:
             "holds": self.admission.status(),
             "ignored": dict(self.results.ignored),
             "spilled_blocks": self.books.hot.spilled,
-            "submission_waits_for": self.scheduler.why_idle().reason,
+            "group_level_work": self.results.judging.status(self.books.clock.monotonic()),
+            "submission_waits_for": idle.reason if (idle := self.scheduler.why_idle()) else "",
             "counts": dict(ledger.counts),
         }

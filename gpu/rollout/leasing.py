@@ -7,6 +7,8 @@ leaves otherwise is durably requeued or discarded first.
 
 from __future__ import annotations
 
+from collections import Counter
+
 from gpu.rollout.admission import Admission
 from gpu.rollout.books import Books
 from gpu.rollout.limits import Limits, Order
@@ -27,6 +29,8 @@ class Leasing:
     ) -> None:
         self._books, self._limits = books, limits
         self._admission, self._scheduler, self._results = admission, scheduler, results
+        self.staleness: Counter[int] = Counter()
+        """Leased groups by the versions between their oldest token and their training."""
         self._committed_last: tuple[int, str] = (0, "")
         self._rolled_back_last = 0
 
@@ -38,7 +42,7 @@ class Leasing:
             return self.grant(ledger.lease)
         closed = self._admission.why_closed()
         if closed:
-            return Wait(closed, "the owner of the hold")
+            return Wait(closed, "the owner of the hold", "hold", "driver")
         ready = self._ready()
         if self._at_the_end():
             return self._last_batch(ready)
@@ -56,8 +60,15 @@ class Leasing:
         restarted = [ordinal for ordinal in selection.culprits if self._restart_if_stuck(ordinal)]
         if restarted:
             return self.try_lease()
-        who = f"groups {list(selection.culprits[:5])}" if selection.culprits else self._scheduler.why_idle().reason
-        return Wait(selection.reason, f"generation ({who})")
+        return Wait(selection.reason, f"generation ({self._who(selection.culprits)})", "batch", "workers")
+
+    def _who(self, culprits: tuple[int, ...]) -> str:
+        """What a batch waits for, in detail."""
+        stuck = self._results.judging.why()
+        if stuck:
+            return stuck
+        idle = self._scheduler.why_idle()
+        return f"groups {list(culprits[:5])}" if culprits else idle.reason if idle else "nothing keeps it"
 
     def _ready(self) -> list[Group]:
         """Completed groups whose completion is durable, in the order of preference."""
@@ -84,13 +95,14 @@ class Leasing:
         if not self._books.ledger.completed:
             return None
         if len(ready) < len(self._books.ledger.completed):
-            return Wait("the last groups are not durable yet", "storage")
+            return Wait("the last groups are not durable yet", "storage", "storage")
         bound, step = self._limits.staleness, self._books.ledger.step
         overdue = [group.ordinal for group in ready if bound is not None and group.oldest + bound < step]
         if overdue:
             for ordinal in overdue:
                 self.requeue(ordinal, "stale")
-            return Wait(f"groups {overdue[:5]} start again: beyond the staleness bound", "generation")
+            again = f"groups {overdue[:5]} start again: beyond the staleness bound"
+            return Wait(again, "generation", "batch", "workers")
         if len(ready) >= self._limits.batch:
             oldest_first = sorted(ready, key=lambda group: (group.oldest, group.ordinal))
             return self._issue(sorted(group.ordinal for group in oldest_first[: self._limits.batch]), final=False)
@@ -111,6 +123,7 @@ class Leasing:
         ledger = self._books.ledger
         self._books.record(schema.LeaseIssued(ledger.next_lease, ledger.step + 1, tuple(ordinals), ledger.step, final))
         assert ledger.lease is not None
+        self.staleness.update([ledger.step - group.oldest for group in ledger.lease.groups])
         return self.grant(ledger.lease)
 
     def grant(self, lease: Lease) -> Grant:
@@ -119,6 +132,11 @@ class Leasing:
         hot = {name: data for name in names if (data := self._books.hot.get(name)) is not None}
         ledger = self._books.ledger
         return Grant(lease, ledger.state_digest, {name: ledger.blocks[name] for name in names}, hot)
+
+    def buffered_staleness(self) -> Counter[int]:
+        """Completed groups by how old they are now, in versions."""
+        ledger = self._books.ledger
+        return Counter([ledger.step - ledger.groups[ordinal].oldest for ordinal in ledger.completed])
 
     def peek(self, count: int) -> Grant | None:
         """The first `count` ready groups as if they were leased, for moving payload early; changes nothing."""

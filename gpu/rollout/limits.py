@@ -27,7 +27,8 @@ class Limits:
     """See design section "capacities". Groups unless a name says otherwise; seconds end in _s.
 
     `staleness` None means unbounded. `max_completed` (P) counts groups from first dispatch to settlement. `max_backoff`
-    groups may wait for their next attempt at once; a further one does not wait. `max_attempts` and `max_losses` bound
+    groups may wait for their next attempt at once; a further one does not wait. `max_postprocessing` groups may be in
+    group-level work at once. `max_attempts` and `max_losses` bound
     the failures and the process deaths of one rollout before its group is quarantined.
     """
 
@@ -43,6 +44,7 @@ class Limits:
     eviction_cap: int | None
     prefetch: int
     max_backoff: int
+    max_postprocessing: int
     max_attempts: int
     max_losses: int
     backoff_base_s: float
@@ -116,6 +118,7 @@ def _check_positive(limits: Limits) -> None:
         "max_executing",
         "max_retained",
         "max_completed",
+        "max_postprocessing",
         "max_attempts",
         "max_losses",
     ):

@@ -17,12 +17,18 @@ from typing import Any
 from gpu.rollout.calls import Attached, Callers
 from gpu.rollout.committer import Committer, FlushSettings
 from gpu.rollout.control import RolloutControl
-from gpu.rollout.drain import Drain, DrainAction, Drained, DrainPolicy
+from gpu.rollout.drain import Drained, DrainPolicy
+from gpu.rollout.draining import Drainer
 from gpu.rollout.engine_control import EngineControl
+from gpu.rollout.figures import figures
+from gpu.rollout.group_work import judge_groups
 from gpu.rollout.limits import Limits
-from gpu.rollout.messages import Accepted, Caller, Grant, Hold, Outcome, Report, Wait, Work
+from gpu.rollout.messages import Accepted, Caller, Grant, Hold, Report, Wait, Work
+from gpu.rollout.operations import Operations
 from gpu.rollout.results import GroupFilter
 from gpu.rollout.signal import Signal, wait_event
+from gpu.rollout.waits import Waits
+from gpu.rollout.watchdog import Watchdog
 from storage.clock import Clock
 from storage.errors import DeadlineExceeded, RunFenced, TidegateError
 from storage.filesystem import Store
@@ -31,8 +37,6 @@ from storage.ledger import Ledger, Policy
 from storage.restore import RestorePlan, plan_restore
 from storage.runs import RunInfo
 from storage.schema import CheckpointPublished, ConfigChanged
-
-TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +60,17 @@ class RolloutManager:
         clock: Clock,
         settings: ManagerSettings,
         dice: random.Random,
+        judge: GroupFilter | None = None,
     ) -> None:
         self._info, self._clock, self._settings = info, clock, settings
         self.control = control
         self.changed = Signal()
         self.callers = Callers(control.ledger.incarnation, clock, settings.driver_silence_s, self.changed)
+        self.waits = Waits(clock)
+        self.operations = Operations()
+        self._watchdog = Watchdog(self, clock)
+        self._drainer = Drainer(control, self.callers, self.changed, self.waits, clock)
+        self._judge = judge
         self._committer = Committer(store, info.run, control, settings.flush, self.changed, dice)
         self._loops: list[asyncio.Task[None]] = []
         self._lost_workers: set[str] = set()
@@ -74,7 +84,12 @@ class RolloutManager:
 
     def start(self) -> None:
         """Begin writing and ticking."""
-        self._loops = [asyncio.create_task(self._guard(loop)) for loop in (self._committer.run(), self._tick())]
+        loops = [
+            self._committer.run(),
+            self._watchdog.run(),
+            *([judge_groups(self, self._judge)] if self._judge else []),
+        ]
+        self._loops = [asyncio.create_task(self._guard(loop)) for loop in loops]
 
     async def stop(self) -> None:
         for loop in self._loops:
@@ -96,14 +111,10 @@ class RolloutManager:
         """End the incarnation with its first cause."""
         self.control.admission.close(f"fatal: {self.callers.fail(error).code}")
 
-    async def _tick(self) -> None:
-        while True:
-            await asyncio.sleep(TICK_S)
-            expired = self.control.tick()
-            due = self.control.scheduler.backoff.next_due()
-            self.control.check_conservation()
-            if expired or (due is not None and due <= self._clock.monotonic()):
-                self.changed.notify()
+    def appended(self) -> None:
+        """Records were appended outside a call: they become durable, and waiters look again."""
+        self._committer.appended()
+        self.changed.notify()
 
     async def _durable(self, seq: int, what: str) -> None:
         """Raises `DeadlineExceeded`; the record stays queued and the call may be repeated."""
@@ -183,12 +194,16 @@ class RolloutManager:
                 self.callers.check(caller)
                 found = self.control.try_lease()
                 self._committer.appended()
+                self.waits.note("trainer", found if isinstance(found, Wait) else None)
                 if not isinstance(found, Wait):
                     return found
                 left = deadline - self._clock.monotonic()
                 if left <= 0:
+                    circle = self._watchdog.look()
+                    self.waits.note("trainer", None)
                     raise DeadlineExceeded(
-                        f"no batch for step {self.control.ledger.step + 1} after {deadline_s:.0f} s: {found.reason}",
+                        f"no batch for step {self.control.ledger.step + 1} after {deadline_s:.0f} s:"
+                        f" {found.reason}{f' (a circle: {circle})' if circle else ''}",
                         expected=f"a batch; {found.who} can provide it",
                         action="look at `tidegate status`",
                         code="lease",
@@ -244,53 +259,15 @@ class RolloutManager:
         return released
 
     async def drain(self, caller: Caller, hold: Hold, policy: DrainPolicy) -> Drained:
-        """Wait as the policy says. Raises `DeadlineExceeded` naming what has not ended, when it says so."""
+        """Wait as the policy says. Raises `DeadlineExceeded` naming what has not ended, when it says so, and
+        `HoldRefused` when the hold ends first."""
         started = self._clock.monotonic()
         with self.callers.call(caller):
             self.control.admission.confirm(hold.hold, hold.epoch)
-            left = 0
-            if policy.mode is Drain.BOUNDARY:
-                left = await self._drain_boundary(policy)
-            elif policy.mode is Drain.FRONTIER:
-                left = await self._drain_frontier(caller, hold, policy, started + policy.deadline_s)
-        return Drained(self._clock.monotonic() - started, left)
-
-    async def _drain_boundary(self, policy: DrainPolicy) -> int:
-        try:
-            async with asyncio.timeout(policy.deadline_s):
-                return await self.engines.pause()
-        except TimeoutError as error:
-            if policy.action is not DrainAction.FAIL:
-                return await self.engines.cancel() if policy.action is DrainAction.CANCEL else 1
-            raise DeadlineExceeded(
-                f"model calls did not end in {policy.deadline_s:.0f} s",
-                expected="engines to pause",
-                action="raise drain.deadline, or choose another action",
-                code="drain",
-            ) from error
-
-    async def _drain_frontier(self, caller: Caller, hold: Hold, policy: DrainPolicy, deadline: float) -> int:
-        while True:
-            event = self.changed.current()
-            self.callers.check(caller)
-            self.control.admission.confirm(hold.hold, hold.epoch)
-            open_ = self.control.admission.still_open(hold.hold)
-            left = deadline - self._clock.monotonic()
-            if not open_ or left <= 0:
-                break
+            draining = self._drainer.drain(caller, hold, policy, self.engines)
+            left = await self.operations.under(hold.hold, draining)
             self._committer.appended()
-            await wait_event(event, min(left, 1.0))
-        if open_ and policy.action is DrainAction.FAIL:
-            raise DeadlineExceeded(
-                f"{len(open_)} executions did not end in {policy.deadline_s:.0f} s: {', '.join(map(str, open_[:5]))}",
-                expected="the terminal frontier to end",
-                action="raise drain.deadline, or choose another mode or action",
-                code="drain",
-            )
-        if policy.action is DrainAction.CANCEL:
-            for identity in open_:
-                self.control.results.abandon(identity, Outcome.ABORTED, f"hold {hold.hold} cancelled it")
-        return len(open_)
+        return Drained(self._clock.monotonic() - started, left)
 
     async def publish_policy(self, caller: Caller, digest: str) -> Policy:
         """Record the weights of the last committed step as a version; returns when that is durable."""
@@ -300,11 +277,13 @@ class RolloutManager:
         return self.control.ledger.policy
 
     async def activate(self, caller: Caller, hold: Hold) -> None:
-        """Bring the published version to the engines, under a hold that is still up. Rolls forward only."""
+        """Bring the published version to the engines, under a hold that is still up. Rolls forward only. Raises
+        `HoldRefused` when the hold ends first; engines that confirmed serve, the others get no traffic."""
         with self.callers.call(caller):
             self.control.admission.confirm(hold.hold, hold.epoch)
             assert self.control.ledger.policy is not None, "publish before activating"
-            await self.engines.activate(self.control.ledger.policy)
+            activating = self.engines.activate(self.control.ledger.policy)
+            await self.operations.under(hold.hold, activating)
 
     async def prepare_checkpoint(self, caller: Caller, hold: Hold) -> None:
         """A capture may happen now. Raises `HoldRefused`."""
@@ -348,6 +327,22 @@ class RolloutManager:
         with self.callers.call(caller):
             await self._durable(self.control.finish(reason), "the end of the run")
 
+    # ------------------------------------------------------------------ people
+
+    async def quarantined(self) -> dict[int, str]:
+        """Groups that spent their attempt budget, and why."""
+        return self.control.quarantined()
+
+    async def release_quarantined(self, ordinals: list[int]) -> None:
+        """Give groups another budget; returns when that is durable. Raises `QuarantineRefused`, having released none.
+        No driver's call: a person may make it beside any driver."""
+        self.callers.alive()
+        await self._durable(self.control.release_quarantined(ordinals), "the release")
+
+    async def metrics(self) -> dict[str, float]:
+        """Rollout control's figures now; see `gpu.rollout.figures`."""
+        return figures(self.control, self.waits)
+
     async def condition(self) -> TidegateError | None:
         """The fatal error that ended this incarnation, if it has ended."""
         return self.callers.fatal
@@ -355,9 +350,12 @@ class RolloutManager:
     async def status(self) -> dict[str, object]:
         """What every component waits for, since when, and who can satisfy it."""
         journal = self.control.books.journal
+        circle = self._watchdog.look()
         return {
             **self.control.status(),
             "run": self._info.run,
+            "waits": self.waits.status(),
+            "circle": circle,
             "driver": self.callers.owner,
             "driver_place": self.callers.place,
             "driver_token": self.callers.token,
@@ -384,13 +382,19 @@ def open_manager(
     reason: str,
     length: int | None,
     group_filter: GroupFilter,
+    judged_outside: bool = False,
     check: Callable[[Ledger], None] = lambda ledger: None,
 ) -> RolloutManager:
-    """Claim the run's journal and restore control from it. Blocks on storage. Raises what makes a run unusable."""
+    """Claim the run's journal and restore control from it. Blocks on storage. Raises what makes a run unusable.
+
+    `judged_outside`: the filter is a user's, may take its time, and runs in threads."""
     writer = uuid.uuid4().hex[:12]
     claimed = claim(
         store, info.run, info.num_siblings, owner=owner, writer=writer, reason=reason, clock=clock, check=check
     )
     journal = JournalWriter(info.run, claimed.incarnation, writer, claimed.tail, clock)
-    control = RolloutControl(claimed.ledger, journal, limits, clock, length=length, group_filter=group_filter)
-    return RolloutManager(store, info, control, clock, settings, random.Random(writer))
+    control = RolloutControl(
+        claimed.ledger, journal, limits, clock, length=length, group_filter=group_filter, judged_outside=judged_outside
+    )
+    judge = group_filter if judged_outside else None
+    return RolloutManager(store, info, control, clock, settings, random.Random(writer), judge)

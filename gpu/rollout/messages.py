@@ -122,10 +122,13 @@ class Grant(msgspec.Struct, frozen=True):
 
 
 class Wait(msgspec.Struct, frozen=True):
-    """Why something cannot happen now, and who can change it."""
+    """Why something cannot happen now, and who can change it. `gate` names the kind of wait, `on` the component that
+    can end it (trainer, workers, submission, driver), "" when it is none of them."""
 
     reason: str
     who: str
+    gate: str
+    on: str = ""
 
 
 class Hold(msgspec.Struct, frozen=True):

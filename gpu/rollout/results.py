@@ -9,14 +9,16 @@ from __future__ import annotations
 import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from typing import cast
 
 from gpu.rollout.admission import Admission
 from gpu.rollout.books import Books
+from gpu.rollout.judging import Judging
 from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report, Turn
 from gpu.rollout.scheduler import Scheduler
 from storage import schema
-from storage.ledger import LIVE, RESERVED, Group, Rollout
+from storage.ledger import GENERATING, LIVE, RESERVED, Group, Rollout
 
 _SEALED = Outcome.SEALED
 
@@ -34,15 +36,27 @@ def zero_variance(rewards: Sequence[float]) -> str:
     return "zero_variance" if len(set(rewards)) == 1 else ""
 
 
+def verdict(work: GroupFilter, rewards: Sequence[float]) -> str:
+    """What the work says. Raises what it raises, and `TypeError` when it says anything but a text."""
+    reason = cast("object", work(rewards))
+    if not isinstance(reason, str):
+        raise TypeError(f"the filter returned {reason!r}; expected a reason to discard the group, or an empty text")
+    return reason
+
+
 class Results:
     """Applies reports. `unpublished` are sealed attempts, by the sequence number of their record, that are not durable
     yet: their executions have not ended, so a hold taken now still waits for them."""
 
     def __init__(
-        self, books: Books, limits: Limits, admission: Admission, scheduler: Scheduler, group_filter: GroupFilter
+        self, books: Books, limits: Limits, admission: Admission, scheduler: Scheduler, group_filter: GroupFilter | None
     ) -> None:
         self._books, self._limits = books, limits
         self._admission, self._scheduler, self._filter = admission, scheduler, group_filter
+        self.judging = Judging(limits.backoff_base_s, limits.backoff_max_s, limits.max_postprocessing)
+        for group in books.ledger.groups.values():
+            if group.state is GENERATING and group.num_sealed == len(group.rollouts):
+                self.judging.add(group.ordinal)
         self.unpublished: deque[tuple[int, list[Identity]]] = deque()
         self.ignored: Counter[str] = Counter()
 
@@ -178,8 +192,18 @@ class Results:
         kept: list[int] = []
         filtered: dict[str, list[int]] = {}
         for group in groups:
-            reason = self._filter([rollout.reward for rollout in group.rollouts])
+            if self._filter is None:
+                self.judging.add(group.ordinal)
+                continue
+            try:
+                reason = verdict(self._filter, [rollout.reward for rollout in group.rollouts])
+            except Exception as error:  # noqa: BLE001 - user code; the group stays and the verdict is tried again
+                self._verdict_failed(group.ordinal, error)
+                continue
             (filtered.setdefault(reason, []) if reason else kept).append(group.ordinal)
+        self._settle_verdicts(kept, filtered)
+
+    def _settle_verdicts(self, kept: list[int], filtered: dict[str, list[int]]) -> None:
         if kept:
             self._books.record(schema.GroupCompleted(tuple(kept)))
         for reason, ordinals in filtered.items():
@@ -187,9 +211,49 @@ class Results:
         for ordinal in kept:
             self._scheduler.settled(ordinal)
 
+    # ------------------------------------------------------------------ group-level work
+
+    def begin_judging(self) -> list[tuple[int, tuple[float, ...]]]:
+        """Groups whose work the wrapper runs now, with the rewards of their siblings; end each with `judge` or
+        `judging_failed`."""
+        groups = self._books.ledger.groups
+        begun = self.judging.start(self._books.clock.monotonic())
+        return [(ordinal, tuple([rollout.reward for rollout in groups[ordinal].rollouts])) for ordinal in begun]
+
+    def judge(self, ordinal: int, reason: str) -> None:
+        """The verdict: "" keeps the group. One that comes when the group was settled otherwise changes nothing."""
+        if self.judging.ended(ordinal):
+            self._settle_verdicts([] if reason else [ordinal], {reason: [ordinal]} if reason else {})
+
+    def judging_failed(self, ordinal: int, error: Exception) -> None:
+        """The work raised: the group stays, the work is tried again."""
+        if self.judging.is_at_work(ordinal):
+            self._verdict_failed(ordinal, error)
+
+    def _verdict_failed(self, ordinal: int, error: Exception) -> None:
+        self.judging.failed(ordinal, f"{type(error).__name__}: {error}"[:300], self._books.clock.monotonic())
+
+    def judge_due(self) -> None:
+        """Try again what raised, where the work is done at once."""
+        if self._filter is None or not len(self.judging):
+            return
+        for ordinal, rewards in self.begin_judging():
+            try:
+                reason = verdict(self._filter, rewards)
+            except Exception as error:  # noqa: BLE001 - user code
+                self.judging_failed(ordinal, error)
+            else:
+                self.judge(ordinal, reason)
+
+    def retry_judging(self) -> None:
+        """Do not wait for the backoff of work that raised."""
+        self.judging.retry_now(self._books.clock.monotonic())
+        self.judge_due()
+
     def discard(self, ordinals: list[int], reason: str) -> None:
         """Settle groups without training them."""
         for ordinal in ordinals:
+            self.judging.drop(ordinal)
             self._close_attempts(self._books.ledger.groups[ordinal])
         self._books.record(schema.GroupDiscarded(tuple(ordinals), reason))
         for ordinal in ordinals:

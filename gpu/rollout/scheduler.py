@@ -33,6 +33,7 @@ class Scheduler:
         self.backoff = Backoff(limits.backoff_base_s, limits.backoff_max_s, limits.max_backoff)
         self.active: dict[Identity, str] = {}
         self.version: int | None = None
+        self._bursts = deque([(0, books.clock.monotonic())])
 
     # ------------------------------------------------------------------ what happened
 
@@ -53,6 +54,24 @@ class Scheduler:
         for identity in identities:
             del self.active[identity]
 
+    @property
+    def num_waiting(self) -> int:
+        """Groups with siblings that wait for another attempt."""
+        return len(self._waiting)
+
+    def oldest_age(self) -> float:
+        """Seconds since the oldest unsettled group was handed out, as far as this incarnation knows."""
+        if not self._books.ledger.groups:
+            return 0.0
+        self._forget_bursts()
+        return self._books.clock.monotonic() - self._bursts[0][1]
+
+    def _forget_bursts(self) -> None:
+        """Keep when groups were handed out only back to the oldest unsettled one."""
+        oldest = next(iter(self._books.ledger.groups))
+        while len(self._bursts) > 1 and self._bursts[1][0] <= oldest:
+            self._bursts.popleft()
+
     def of_worker(self, worker: str) -> list[Identity]:
         return [identity for identity, owner in self.active.items() if owner == worker]
 
@@ -67,31 +86,37 @@ class Scheduler:
         """What closes every submission, or None."""
         closed = self._admission.why_closed()
         if closed:
-            return Wait(closed, "the owner of the hold")
+            return Wait(closed, "the owner of the hold", "hold", "driver")
         if self.version is None:
-            return Wait("no engine has confirmed the current policy version", "weight update, engine start")
+            return Wait(
+                "no engine has confirmed the current policy version", "weight update, engine start", "version", "driver"
+            )
         age, size = self._books.journal.undurable_age(), self._books.journal.undurable_bytes
         if age > self._limits.undurable_age_s or size > self._limits.undurable_bytes:
-            return Wait(f"the journal's tail is not durable for {age:.1f} s, {size} bytes", "storage")
+            return Wait(f"the journal's tail is not durable for {age:.1f} s, {size} bytes", "storage", "storage")
         return None
 
-    def why_idle(self) -> Wait:
-        """The first gate that keeps the next group from being submitted."""
+    def why_idle(self) -> Wait | None:
+        """The first gate that keeps the next group from being submitted; None when nothing does."""
         ledger, limits = self._books.ledger, self._limits
         gate = self.gate()
         if gate is not None:
             return gate
         if self._room() < self._cost():
-            return Wait(f"executing (E): {ledger.live} rollouts are live", "workers and engines")
+            return Wait(f"executing (E): {ledger.live} rollouts are live", "workers and engines", "E", "workers")
         if ledger.dispatched >= limits.max_completed:
-            return Wait(f"completed (P): {ledger.dispatched} of {limits.max_completed} groups", "the trainer")
+            places = f"{ledger.dispatched} of {limits.max_completed} groups"
+            return Wait(f"completed (P): {places}", "the trainer", "P", "trainer")
         if ledger.retained >= limits.max_retained:
-            return Wait(f"retained (R): {ledger.retained} of {limits.max_retained} groups", "the trainer")
+            return Wait(
+                f"retained (R): {ledger.retained} of {limits.max_retained} groups", "the trainer", "R", "trainer"
+            )
         if not self._admissible():
-            return Wait(f"staleness bound {limits.staleness} at version {ledger.step}", "the trainer")
+            bound = f"staleness bound {limits.staleness} at version {ledger.step}"
+            return Wait(bound, "the trainer", "staleness", "trainer")
         if len(self.backoff):
-            return Wait(f"{len(self.backoff)} groups in backoff", "time")
-        return Wait("the source is exhausted", "nobody") if self.exhausted else Wait("nothing", "nobody")
+            return Wait(f"{len(self.backoff)} groups in backoff", "time", "backoff")
+        return Wait("the source is exhausted", "nobody", "source") if self.exhausted else None
 
     def _room(self) -> int:
         """Free executing capacity, in the unit of the policy."""
@@ -206,7 +231,9 @@ class Scheduler:
             first, incarnation = ledger.frontier, ledger.incarnation
             assert self.version is not None
             self._books.record(schema.GroupReserved(first, count))
-            self._books.record(schema.GroupsDispatched(first, count, self.version))
+            self._bursts.append((first, self._books.clock.monotonic()))
+            self._forget_bursts()
+            self._books.record(schema.GroupsDispatched(first, count, limits.num_siblings, self.version))
             siblings = range(limits.num_siblings)
             ordinals = range(first, first + count)
             minted = [Identity(ordinal, sibling, 0, incarnation) for ordinal in ordinals for sibling in siblings]

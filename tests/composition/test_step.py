@@ -19,17 +19,17 @@ from tests.composition.rig import GPU, PHASES, Rig, actor_processes, durable, un
 from tests.faults.house import RUN
 
 pytestmark = GPU
-HANDED_OUT = (schema.GroupReserved, schema.AttemptsMinted, schema.LeaseIssued)
+HANDED_OUT = (schema.GroupReserved, schema.GroupsDispatched, schema.AttemptsMinted, schema.LeaseIssued)
 
 
 def live(rig: Rig) -> set[Identity]:
     """Attempts of the first incarnation that storage knows to have begun and not to have been sealed."""
     sealed = rig.sealed()
     return {
-        Identity(record.group, sibling, attempt, 1)
-        for record in rig.records(schema.AttemptsMinted)
-        for sibling, attempt in zip(record.siblings, record.attempts, strict=True)
-        if (record.group, sibling, attempt) not in sealed
+        Identity(*attempt, 1)
+        for record in rig.records(schema.Record)
+        for attempt in schema.minted(record)
+        if attempt not in sealed
     }
 
 

@@ -85,7 +85,7 @@ def test_inspect_shows_the_run_a_step_and_the_whole_history_of_a_group(
     assert main(look(finished, "inspect", "--group", str(group))) == 0
     kinds = [json.loads(line)["kind"] for line in capsys.readouterr().out.splitlines()]
     assert kinds[0] == "group_reserved"
-    assert {"attempts_minted", "sealed", "group_completed", "lease_issued"} <= set(kinds)
+    assert {"groups_dispatched", "sealed", "group_completed", "lease_issued"} <= set(kinds)
 
 
 def test_inspecting_what_never_happened_is_the_users_mistake(

@@ -9,6 +9,7 @@ from gpu.rollout.limits import Limits, Order, Submission
 from gpu.rollout.messages import Dispatch, Ended, Grant, Outcome, Report, Turn
 from gpu.rollout.results import GroupFilter, keep_all
 from storage.clock import VirtualClock
+from storage.filesystem import Store
 from storage.journal import JournalWriter, claim, store_frozen
 from storage.memory import MemoryStore
 from storage.payload import TurnRow, VersionSpan, encode_block
@@ -21,8 +22,9 @@ def limits(**changes: object) -> Limits:
     values: dict[str, object] = {
         "num_siblings": 2, "batch": 2, "staleness": 1, "submission": Submission.SAMPLE, "order": Order.FIFO,
         "max_executing": 8, "max_retained": 8, "max_completed": 6, "max_hot_bytes": 1 << 20, "eviction_cap": None,
-        "prefetch": 0, "max_backoff": 2, "max_attempts": 3, "max_losses": 10, "backoff_base_s": 1.0,
-        "backoff_max_s": 8.0, "undurable_age_s": 5.0, "undurable_bytes": 1 << 20, "discard_end_of_source": False,
+        "prefetch": 0, "max_backoff": 2, "max_postprocessing": 8, "max_attempts": 3, "max_losses": 10,
+        "backoff_base_s": 1.0, "backoff_max_s": 8.0, "undurable_age_s": 5.0, "undurable_bytes": 1 << 20,
+        "discard_end_of_source": False,
     }  # fmt: skip
     return Limits(**{**values, **changes})  # type: ignore[arg-type]
 
@@ -30,14 +32,24 @@ def limits(**changes: object) -> Limits:
 class Bench:
     """A control with its store and clock, and shorthand for what workers, engines and the trainer do."""
 
-    def __init__(self, *, length: int | None = None, group_filter: GroupFilter = keep_all, **changes: object) -> None:
+    def __init__(
+        self,
+        *,
+        length: int | None = None,
+        group_filter: GroupFilter = keep_all,
+        store: Store | None = None,
+        created: bool = False,
+        **changes: object,
+    ) -> None:
         self.limits = limits(**changes)
         self.clock = VirtualClock()
-        self.store = MemoryStore()
+        self.store = store or MemoryStore()
         self.length, self.group_filter = length, group_filter
+        self.judged_outside = False
         self.blocks = 0
-        create_run(self.store, make_run(run=RUN, created=0.0, num_siblings=self.limits.num_siblings,
-                   staleness=self.limits.staleness, fingerprints={}, settings={}))  # fmt: skip
+        if not created:
+            create_run(self.store, make_run(run=RUN, created=0.0, num_siblings=self.limits.num_siblings,
+                       staleness=self.limits.staleness, fingerprints={}, settings={}))  # fmt: skip
         self.restart()
         self.activate()
 
@@ -48,8 +60,15 @@ class Bench:
         self.clock.advance(0.001)
         self.writer = JournalWriter(RUN, claimed.incarnation, f"w{claimed.incarnation}", claimed.tail, self.clock)
         self.control = RolloutControl(
-            claimed.ledger, self.writer, self.limits, self.clock, length=self.length, group_filter=self.group_filter
-        )
+            claimed.ledger, self.writer, self.limits, self.clock, length=self.length, group_filter=self.group_filter,
+            judged_outside=self.judged_outside,
+        )  # fmt: skip
+
+    def judge_outside(self) -> None:
+        """From a new incarnation on, groups wait for verdicts that the test brings in."""
+        self.judged_outside = True
+        self.restart()
+        self.activate()
 
     def activate(self) -> None:
         self.control.publish_policy(self.digest())

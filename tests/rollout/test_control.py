@@ -357,9 +357,9 @@ class TestHolds:
         bench.clock.advance(9.0)
         bench.control.admission.renew(hold.hold, hold.epoch)
         bench.clock.advance(9.0)
-        assert bench.control.tick() == []
+        assert bench.control.expire() == []
         bench.clock.advance(2.0)
-        assert [expired.hold for expired in bench.control.tick()] == [hold.hold]
+        assert [expired.hold for expired in bench.control.expire()] == [hold.hold]
         with pytest.raises(HoldRefused):
             bench.control.admission.confirm(hold.hold, hold.epoch)
         assert bench.control.admission.is_open

@@ -214,5 +214,6 @@ class Incarnations:
             control.try_lease()
         if old.writer.last_seq == old.writer.durable_seq and not control.ledger.finished:
             control.books.record(ConfigChanged({"still": "here"}))
+        control.expire()
         control.tick()
         control.check_conservation()

@@ -106,6 +106,7 @@ def draw_limits(rng: random.Random, shape: Shape) -> Limits:
         eviction_cap=rng.choice([None, None, batch + 1]),
         prefetch=0,
         max_backoff=backoff,
+        max_postprocessing=8,
         max_attempts=rng.choice([2, 3, 6]),
         max_losses=50,
         backoff_base_s=0.5,

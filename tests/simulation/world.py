@@ -160,6 +160,7 @@ class World:
         else:
             self._move()
         self.clock.advance(0.125)
+        self.control.expire()
         self.control.tick()
         if not self.idle or self._recorded != self.control.books.journal.last_seq:
             oracle.check(self.control, self.limits)

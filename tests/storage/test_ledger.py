@@ -32,7 +32,7 @@ def seal(group: int = 0, siblings: tuple[int, ...] = (0, 1), attempt: int = 0, *
     return schema.msgspec.structs.replace(made, **changes)
 
 
-DISPATCH = schema.GroupsDispatched(0, 2, 0)
+DISPATCH = schema.GroupsDispatched(0, 2, 2, 0)
 ABANDON = schema.AttemptAbandoned(0, 0, 0, "failed", "")
 COMPLETE = schema.GroupCompleted((0,))
 LEASE = schema.LeaseIssued(1, 1, (0,), 0, False)
@@ -70,13 +70,14 @@ def fold(records: list[Record], n: int = 2) -> Ledger:
         ([CLAIM, RESERVE], mint(boundary=0), "its last boundary -1"),
         ([CLAIM, RESERVE], schema.AttemptsMinted(0, (0, 1), (0,), (-1, -1), 0), "one attempt"),
         ([CLAIM, RESERVE, mint()], mint(attempt=1), "waiting"),
-        ([CLAIM], schema.GroupsDispatched(0, 1, 0), "never reserved"),
-        ([CLAIM, RESERVE], schema.GroupsDispatched(0, 0, 0), "at least one group"),
-        ([CLAIM, RESERVE], schema.GroupsDispatched(1, 2, 0), "never reserved"),
-        ([CLAIM, RESERVE, mint(1)], schema.GroupsDispatched(0, 2, 0), "fresh groups"),
+        ([CLAIM], schema.GroupsDispatched(0, 1, 2, 0), "never reserved"),
+        ([CLAIM, RESERVE], schema.GroupsDispatched(0, 0, 2, 0), "at least one group"),
+        ([CLAIM, RESERVE], schema.GroupsDispatched(0, 1, 3, 0), "at least one group of 2"),
+        ([CLAIM, RESERVE], schema.GroupsDispatched(1, 2, 2, 0), "never reserved"),
+        ([CLAIM, RESERVE, mint(1)], schema.GroupsDispatched(0, 2, 2, 0), "fresh groups"),
         ([CLAIM, RESERVE, DISPATCH], DISPATCH, "fresh groups"),
         ([CLAIM, RESERVE, DISPATCH], mint(attempt=1), "waiting"),
-        ([CLAIM, RESERVE, mint(siblings=(0,)), ABANDON], schema.GroupsDispatched(0, 1, 0), "fresh groups"),
+        ([CLAIM, RESERVE, mint(siblings=(0,)), ABANDON], schema.GroupsDispatched(0, 1, 2, 0), "fresh groups"),
         ([CLAIM, RESERVE, mint()], schema.AttemptAbandoned(0, 0, 1, "failed", ""), "live at attempt 1"),
         ([CLAIM, RESERVE, BLOCK], seal(), "live at attempt 0"),
         ([CLAIM, RESERVE, mint()], seal(), "payload_stored record before it"),

@@ -1,0 +1,64 @@
+"""What time does in a manager: holds expire, backoff ends, verdicts are tried again, circles of waits get a name."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from typing import TYPE_CHECKING, Any
+
+from gpu.rollout.messages import Hold, Wait
+from gpu.rollout.signal import seen
+from storage.clock import Clock
+
+if TYPE_CHECKING:
+    from gpu.rollout.manager import RolloutManager
+
+TICK_S = 0.1
+
+log = logging.getLogger(__name__)
+
+
+class Watchdog:
+    """Looks after one manager. `run` ends only with the error that ends the incarnation."""
+
+    def __init__(self, manager: RolloutManager, clock: Clock) -> None:
+        self._manager, self._clock = manager, clock
+        self._resuming: set[asyncio.Future[Any]] = set()
+        self._circle = ""
+
+    async def run(self) -> None:
+        control = self._manager.control
+        while True:
+            await asyncio.sleep(TICK_S)
+            for hold in control.admission.late():
+                await self._expire(hold)
+            control.tick()
+            control.check_conservation()
+            self.look()
+            due = control.scheduler.backoff.next_due()
+            if due is not None and due <= self._clock.monotonic():
+                self._manager.changed.notify()
+
+    async def _expire(self, hold: Hold) -> None:
+        """What runs under the hold ends first; then admission reopens, and engines it paused go on."""
+        aborted = await self._manager.operations.abort(hold.hold)
+        self._manager.control.admission.release(hold.hold)
+        log.warning("op=expire hold=%d owner=%s purpose=%s aborted=%d", hold.hold, hold.owner, hold.purpose, aborted)
+        # In the background: an engine that does not answer must not keep time from passing.
+        resuming = asyncio.ensure_future(self._manager.engines.resume())
+        resuming.add_done_callback(seen)
+        self._resuming.add(resuming)
+        resuming.add_done_callback(self._resuming.discard)
+        self._manager.changed.notify()
+
+    def look(self) -> str:
+        """Note what submission and workers wait for; returns a circle of waits, "" when there is none."""
+        control, waits = self._manager.control, self._manager.waits
+        waits.note("submission", control.scheduler.why_idle())
+        busy = control.scheduler.active or len(control.results.judging) or control.results.unpublished
+        waits.note("workers", None if busy else Wait("attempts to run", "submission", "work", "submission"))
+        circle = waits.circle()
+        if circle and circle != self._circle:
+            log.error("op=watchdog decision=wait_for_a_person circle=%s", circle)
+        self._circle = circle
+        return circle
