@@ -103,6 +103,9 @@ class RolloutConfig(Part):
     filter: str = Field(
         default="none", description="Groups to discard and refill: none, zero_variance (DAPO), or module:function"
     )
+    recovery: Literal["sibling", "prompt_group"] = Field(
+        default="sibling", description="After a lost attempt: redo that rollout, or its whole group"
+    )
     backoff: Count = Field(default=8, description="Groups that may wait for their next attempt at once")
     postprocessing: Positive = Field(default=64, description="Groups whose filter is at work at once")
     backoff_base: Seconds = Field(default=0.5, description="First pause before another attempt; doubles")
@@ -325,6 +328,7 @@ class RunConfig(Part):
             source=self._source(),
             limits=self.limits(),
             filter=Filter(self.rollout.filter),
+            recovery=self.rollout.recovery,
             manager=ManagerSettings(
                 FlushSettings(one.storage.flush_interval, one.storage.flush_bytes, one.storage.retry_backoff),
                 cluster.driver_silence,

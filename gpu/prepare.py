@@ -6,11 +6,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gpu.environments.registry import recipe_fingerprint
 from gpu.rollout.manager import RolloutManager, open_manager
 from gpu.spec import RunSpec
 from storage.clock import Clock
 from storage.errors import ResourceUnavailable, RunExists, UnknownRun
 from storage.filesystem import Store
+from storage.ledger import Recipe
 from storage.opening import open_store, probe, reach
 from storage.runs import RunInfo, RunPaths, check_fingerprints, check_name, create_run, make_run, open_run
 
@@ -88,7 +90,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 def claim_manager(store: Store, spec: RunSpec, clock: Clock, owner: str, reason: str) -> RolloutManager:
     """A new incarnation of the run. Blocks on storage."""
     info = prepare_run(store, spec, clock)
-    length = spec.source.stream(spec.source.environment_of()).length
+    environment = spec.source.environment_of()
     return open_manager(
         store,
         info,
@@ -97,7 +99,8 @@ def claim_manager(store: Store, spec: RunSpec, clock: Clock, owner: str, reason:
         spec.manager,
         owner=owner,
         reason=reason,
-        length=length,
+        length=spec.source.stream(environment).length,
         group_filter=spec.filter.function(),
         judged_outside=spec.filter.outside,
+        recipe=Recipe(environment.recovery or spec.recovery, recipe_fingerprint(environment)),
     )

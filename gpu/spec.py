@@ -140,6 +140,7 @@ class RunSpec:
     source: SourceSpec
     limits: Limits
     filter: Filter
+    recovery: str
     manager: ManagerSettings
     fleet: FleetSettings
     engine: EngineSpec

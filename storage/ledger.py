@@ -80,6 +80,16 @@ class Rollout(msgspec.Struct, gc=False):
     closed_by_claim: bool = False
 
 
+class Recipe(msgspec.Struct, frozen=True, gc=False):
+    """See `schema.RecipeDeclared`."""
+
+    recovery: str = "sibling"
+    fingerprint: str = ""
+
+
+UNDECLARED = Recipe()
+
+
 class Group(msgspec.Struct, gc=False):
     """One prompt and its siblings. `dispatched` once an attempt was minted: it then holds a completed slot until it is
     settled. `oldest` is the oldest version in its durable turns and live attempts, unknown when there are none."""
@@ -92,6 +102,8 @@ class Group(msgspec.Struct, gc=False):
     num_sealed: int = 0
     oldest: int = UNKNOWN_VERSION
     completed_seq: int = -1
+    recipe: Recipe = UNDECLARED
+    """As it was at the first dispatch, or when the group was last requeued whole."""
 
 
 class TrainedGroup(msgspec.Struct, frozen=True, gc=False):
@@ -162,6 +174,7 @@ class Ledger:
 
     num_siblings: int
     incarnation: int = 0
+    recipe: Recipe = UNDECLARED
     frontier: int = 0
     groups: dict[int, Group] = field(default_factory=lambda: {})
     completed: dict[int, None] = field(default_factory=lambda: {})

@@ -27,6 +27,8 @@ from storage.schema import Record
 
 LOSSES = frozenset({"worker_lost", "engine_lost"})
 """Ends of attempts that say nothing about the prompt; they have a budget of their own."""
+SIBLING_ENDED = "sibling_ended"
+"""An attempt that was closed because its group is redone whole: it costs no budget."""
 
 
 def illegal(record: Record, seq: int, found: str, expected: str) -> IllegalTransition:
@@ -90,6 +92,7 @@ def groups_dispatched(ledger: Ledger, seq: int, record: schema.GroupsDispatched)
             rollout.attempt, rollout.incarnation, rollout.state = 0, incarnation, LIVE
             rollout.minted_version = version
         group.state, group.dispatched, group.num_live, group.oldest = GENERATING, True, ledger.num_siblings, version
+        group.recipe = ledger.recipe
     minted = record.count * ledger.num_siblings
     ledger.totals[RESERVED] -= record.count
     ledger.totals[GENERATING] += record.count
@@ -121,8 +124,9 @@ def attempts_minted(ledger: Ledger, seq: int, record: schema.AttemptsMinted) -> 
         rollout.minted_version = record.version
     group.num_live += len(record.siblings)
     ledger.live += len(record.siblings)
-    ledger.dispatched += not group.dispatched
-    group.dispatched = True
+    if not group.dispatched:
+        ledger.dispatched += 1
+        group.dispatched, group.recipe = True, ledger.recipe
     ledger.set_state(group, GENERATING)
     ledger.set_oldest(group)
     ledger.counts["rollouts_minted"] += len(record.siblings)
@@ -152,7 +156,7 @@ def attempt_abandoned(ledger: Ledger, seq: int, record: schema.AttemptAbandoned)
     group, rollout = _live(ledger, seq, record, record.group, record.sibling, record.attempt)
     if record.reason in LOSSES:
         rollout.losses += 1
-    else:
+    elif record.reason != SIBLING_ENDED:
         rollout.failures += 1
     end_attempt(ledger, group, rollout)
     ledger.set_oldest(group)
@@ -284,7 +288,7 @@ def group_requeued(ledger: Ledger, seq: int, record: schema.GroupRequeued) -> No
         raise illegal(record, seq, f"group {record.group} is {group.state.value}", "dispatched, completed or waiting")
     for rollout in group.rollouts:
         ledger.drop_work(rollout)
-    group.num_sealed = 0
+    group.num_sealed, group.recipe = 0, ledger.recipe
     ledger.set_state(group, RESERVED)
     ledger.set_oldest(group)
     ledger.counts[f"requeued_{record.reason}"] += 1

@@ -37,6 +37,15 @@ class PolicyPublished(Record, frozen=True, forbid_unknown_fields=True):
     parent: str
 
 
+class RecipeDeclared(Record, frozen=True, forbid_unknown_fields=True):
+    """What results of groups first dispatched from here on mean, and how such a group is recovered when it loses an
+    attempt. `recovery`: "sibling" keeps sealed siblings, "prompt_group" redoes all. `fingerprint`: digest of
+    environment, reward and template; a group that is unfinished when it changes is redone whole."""
+
+    recovery: str
+    fingerprint: str
+
+
 class GroupReserved(Record, frozen=True, forbid_unknown_fields=True):
     """The next `count` ordinals, from `first`, left the source."""
 
@@ -221,6 +230,7 @@ def minted(record: Record) -> list[tuple[int, int, int]]:
 KINDS: dict[str, type[Record]] = {
     "run_claimed": RunClaimed,
     "policy_published": PolicyPublished,
+    "recipe_declared": RecipeDeclared,
     "group_reserved": GroupReserved,
     "attempts_minted": AttemptsMinted,
     "groups_dispatched": GroupsDispatched,

@@ -21,11 +21,14 @@ from storage.ledger import (
     Lease,
     Ledger,
     Policy,
+    Recipe,
     Step,
     trained_group,
 )
 from storage.rollout_transitions import end_attempt, illegal
 from storage.schema import Record
+
+RECOVERIES = ("sibling", "prompt_group")
 
 
 def apply(ledger: Ledger, seq: int, record: Record) -> None:
@@ -63,6 +66,12 @@ def _run_claimed(ledger: Ledger, seq: int, record: schema.RunClaimed) -> None:
         ledger.counts["rollouts_reused"] += sum(group.num_sealed for group in ledger.groups.values())
         ledger.counts["groups_reused"] += len(ledger.completed) + (len(ledger.lease.groups) if ledger.lease else 0)
     ledger.incarnation = record.incarnation
+
+
+def _recipe_declared(ledger: Ledger, seq: int, record: schema.RecipeDeclared) -> None:
+    if record.recovery not in RECOVERIES:
+        raise illegal(record, seq, f"recovery {record.recovery!r}", f"one of {', '.join(RECOVERIES)}")
+    ledger.recipe = Recipe(record.recovery, record.fingerprint)
 
 
 def _policy_published(ledger: Ledger, seq: int, record: schema.PolicyPublished) -> None:
@@ -184,6 +193,7 @@ def _run_finished(ledger: Ledger, seq: int, record: schema.RunFinished) -> None:
 TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
     schema.RunClaimed: _run_claimed,
     schema.PolicyPublished: _policy_published,
+    schema.RecipeDeclared: _recipe_declared,
     schema.GroupReserved: rollouts.group_reserved,
     schema.AttemptsMinted: rollouts.attempts_minted,
     schema.GroupsDispatched: rollouts.groups_dispatched,

@@ -74,6 +74,9 @@ class Environment(ABC):
 
     max_new_tokens: int
     max_turns = 1
+    recovery: str | None = None
+    """"sibling" or "prompt_group": how a group is recovered that loses an attempt, whatever the run says. Siblings that
+    share something (an opponent, a budget) must be redone together."""
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -3,11 +3,14 @@ import path `package.module:Class`. Code comes from installed packages, never fr
 
 from __future__ import annotations
 
+import hashlib
 import importlib
+import inspect
 from collections.abc import Mapping
 from importlib.metadata import entry_points
 
 from gpu.environments.base import Environment
+from gpu.models import tokenizer
 from storage.errors import ConfigurationRefused
 
 BUILT_IN = {
@@ -35,6 +38,17 @@ def make_environment(name: str, options: Mapping[str, object]) -> Environment:
             action="check environment.name",
         )
     return made
+
+
+def recipe_fingerprint(environment: Environment) -> str:
+    """Digest of the code that decides what a result means: the environment with its reward, and the chat template.
+    Names and options are not in it: with others a resume is refused."""
+    modules = [inspect.getmodule(type(environment)), tokenizer]
+    try:
+        sources = [inspect.getsource(module) for module in modules if module is not None]
+    except OSError:  # a class without a file, from a notebook or an exec: nothing to compare
+        sources = [type(environment).__qualname__]
+    return hashlib.sha256("\0".join(sources).encode()).hexdigest()
 
 
 def _load(name: str) -> type[Environment]:

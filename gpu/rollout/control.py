@@ -20,7 +20,7 @@ from storage import schema
 from storage.clock import Clock
 from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
 from storage.journal import JournalWriter
-from storage.ledger import Ledger
+from storage.ledger import RESERVED, Group, Ledger, Recipe
 from storage.quarantine import check_release
 
 
@@ -70,6 +70,21 @@ class RolloutControl:
         for identity in lost:
             self.results.abandon(identity, Outcome.WORKER_LOST, f"worker {worker} died")
         return len(lost)
+
+    # ------------------------------------------------------------------ recovery
+
+    def declare(self, recipe: Recipe) -> int:
+        """This incarnation's recipe. Groups that are unfinished and may not be recovered sibling by sibling start whole
+        again; returns how many. Call it before anything is dispatched."""
+        if self.ledger.finished:
+            return 0
+        if recipe != self.ledger.recipe:
+            self.books.record(schema.RecipeDeclared(recipe.recovery, recipe.fingerprint))
+        whole = [group for group in self.ledger.groups.values() if _redone_whole(group, recipe)]
+        for group in whole:
+            changed = group.recipe.fingerprint != recipe.fingerprint
+            self.leasing.requeue(group.ordinal, "recipe_changed" if changed else "prompt_group")
+        return len(whole)
 
     # ------------------------------------------------------------------ policy versions
 
@@ -213,3 +228,11 @@ class RolloutControl:
             "submission_waits_for": idle.reason if (idle := self.scheduler.why_idle()) else "",
             "counts": dict(ledger.counts),
         }
+
+
+def _redone_whole(group: Group, recipe: Recipe) -> bool:
+    """Whether an unfinished group has work that its recovery drops."""
+    begun = group.dispatched and any(rollout.rows for rollout in group.rollouts)
+    if not begun or group.state is not RESERVED:
+        return False
+    return group.recipe.recovery == "prompt_group" or group.recipe.fingerprint != recipe.fingerprint

@@ -33,7 +33,7 @@ from storage.clock import Clock
 from storage.errors import DeadlineExceeded, RunFenced, TidegateError
 from storage.filesystem import Store
 from storage.journal import JournalWriter, claim
-from storage.ledger import Ledger, Policy
+from storage.ledger import UNDECLARED, Ledger, Policy, Recipe
 from storage.restore import RestorePlan, plan_restore
 from storage.runs import RunInfo
 from storage.schema import CheckpointPublished, ConfigChanged
@@ -383,6 +383,7 @@ def open_manager(
     length: int | None,
     group_filter: GroupFilter,
     judged_outside: bool = False,
+    recipe: Recipe = UNDECLARED,
     check: Callable[[Ledger], None] = lambda ledger: None,
 ) -> RolloutManager:
     """Claim the run's journal and restore control from it. Blocks on storage. Raises what makes a run unusable.
@@ -396,5 +397,6 @@ def open_manager(
     control = RolloutControl(
         claimed.ledger, journal, limits, clock, length=length, group_filter=group_filter, judged_outside=judged_outside
     )
+    control.declare(recipe)
     judge = group_filter if judged_outside else None
     return RolloutManager(store, info, control, clock, settings, random.Random(writer), judge)

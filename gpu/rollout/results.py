@@ -19,6 +19,7 @@ from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report, Tur
 from gpu.rollout.scheduler import Scheduler
 from storage import schema
 from storage.ledger import GENERATING, LIVE, RESERVED, Group, Rollout
+from storage.rollout_transitions import SIBLING_ENDED
 
 _SEALED = Outcome.SEALED
 
@@ -281,10 +282,23 @@ class Results:
 
     def _retry(self, group: Group, sibling: int, outcome: Outcome) -> None:
         rollout = group.rollouts[sibling]
+        if group.recipe.recovery == "prompt_group":
+            self._redo_whole(group)
         self._scheduler.waits(group.ordinal)
         if outcome not in (Outcome.ENGINE_LOST, Outcome.WORKER_LOST):
             self._scheduler.backoff.put(group.ordinal, rollout.failures, self._books.clock.monotonic())
         self._quarantine_if_spent(group)
+
+    def _redo_whole(self, group: Group) -> None:
+        """The siblings' attempts end with it, and what they have sealed is dropped."""
+        for sibling, rollout in enumerate(group.rollouts):
+            if rollout.state is LIVE:
+                identity = Identity(group.ordinal, sibling, rollout.attempt, rollout.incarnation)
+                self._books.record(
+                    schema.AttemptAbandoned(group.ordinal, sibling, rollout.attempt, SIBLING_ENDED, "prompt_group")
+                )
+                self._end(identity)
+        self._books.record(schema.GroupRequeued(group.ordinal, "prompt_group"))
 
     def _quarantine_if_spent(self, group: Group) -> None:
         """A group with a spent budget is settled once none of its siblings is live."""

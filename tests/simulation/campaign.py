@@ -23,7 +23,7 @@ FAULTS = (
     "kills", "managers_stopped", "zombies_refused", "replies_found",
     "claims_raced", "claimants_died", "flushed_during_claim", "delayed_landed", "delayed_refused",
     "drivers_replaced", "drivers_refused", "attempts_refused", "workers_lost", "late_reports_refused",
-    "reports_repeated", "owners_fenced",
+    "reports_repeated", "owners_fenced", "filters_raised", "judged_outside", "recipes_changed",
     "leases_rolled_back", "altered_segment", "altered_payload", "altered_manifest", "altered_shard",
 )  # fmt: skip
 WORK = ("steps", "incarnations", "segments", "consumed", "discarded", "quarantined", "rollouts_sealed",

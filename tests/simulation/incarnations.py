@@ -92,8 +92,10 @@ class Incarnations:
         self.claimed[claimed.incarnation] = (slot, name)
         writer = JournalWriter(RUN, claimed.incarnation, name, claimed.tail, world.clock)
         control = RolloutControl(
-            claimed.ledger, writer, world.limits, world.clock, length=world.length, group_filter=world.judge
-        )
+            claimed.ledger, writer, world.limits, world.clock, length=world.length,
+            group_filter=world.judges.verdict, judged_outside=world.judges.outside,
+        )  # fmt: skip
+        control.declare(world.judges.recipe())
         world.tally["incarnations"] += 1
         return Incarnation(name, control, writer, Callers(claimed.incarnation, world.clock, 60.0, Signal()), slot)
 

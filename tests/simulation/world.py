@@ -22,6 +22,7 @@ from tests.simulation import memo, oracle
 from tests.simulation.alterations import Alterations
 from tests.simulation.drivers import Drivers
 from tests.simulation.incarnations import RUN, Incarnation, Incarnations
+from tests.simulation.judges import Judges
 from tests.simulation.shapes import PLAIN, Shape, draw_limits
 from tests.simulation.store import SimStore
 from tests.simulation.workers import Workers
@@ -72,7 +73,7 @@ class World:
                 settings={},
             ),
         )
-        self.workers, self.drivers = Workers(self), Drivers(self)
+        self.workers, self.drivers, self.judges = Workers(self), Drivers(self), Judges(self, seed)
         self.incarnations, self.alterations = Incarnations(self), Alterations(self)
         self.claiming = True
         with memo.remembering():
@@ -84,10 +85,6 @@ class World:
     def control(self) -> RolloutControl:
         """The control of the manager that owns the run."""
         return self.manager.control
-
-    def judge(self, rewards: Sequence[float]) -> str:
-        """The filter of finished groups."""
-        return self.filter(rewards)
 
     def flush(self) -> bool:
         try:
@@ -184,6 +181,8 @@ class World:
             moves.append(self.workers.deliver)
         if self.manager.frozen is not None or self.manager.writer.last_seq > self.manager.writer.durable_seq:
             moves.append(self.flush)
+        if self.judges.outside:
+            moves.append(self.judges.work)
         return moves
 
     def run(self, chaos: int, limit: int = LIMIT) -> VerifyReport:
