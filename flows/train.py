@@ -27,6 +27,7 @@ from storage.inspection import steps as committed_steps
 from storage.opening import open_store
 from tasks.admission import hold_admission, release_admission
 from tasks.drain import drain_rollouts
+from tasks.metrics import MetricsLog
 from tasks.optimize import lease_batch, prefetch_batch, train_batch
 from tasks.publish import check_saved, finish_upload, publish_checkpoint, unsaved
 from tasks.report import Progress, publish_curve, resume_report, reward_curve
@@ -184,20 +185,33 @@ async def drive(spec: RunSpec, opened: Opened, chunk: int) -> dict[str, Any]:
     resumed = await restore_trainer()
     logger.info(await resume_report(spec.run, opened, resumed))
     step = resumed.step
-    progress = Progress(spec.run, total)
+    progress = Progress(spec.run, total, curves_of(spec))
+    await progress.curves.backfill()
     if not resumed.ahead:
         await update(TASKS, step, save=False)
-    reason = f"{total} steps"
+    step, reason = await every_step(step, total, chunk, progress)
+    await save_last(TASKS, step)
+    await finish_run(reason)
+    await progress.curves.flush()
+    return {"run": spec.run, "finished": reason, "steps": step}
+
+
+def curves_of(spec: RunSpec) -> MetricsLog:
+    """This driver's writer of curves; their names tell incarnations and drivers apart."""
+    one = session()
+    driver = f"{one.caller.incarnation:06d}-{one.caller.token:06d}"
+    return MetricsLog(open_store(spec.storage_url), spec.run, driver, one.manager)
+
+
+async def every_step(step: int, total: int, chunk: int, progress: Progress) -> tuple[int, str]:
+    """From the step after `step` to the end; returns the last committed one and why it is the last."""
     while step < total:
         last = min(total, step + chunk)
         done = await (one_step(step + 1, progress) if chunk == 1 else train_steps(step + 1, last, progress))
         if done < last:
-            step, reason = done, "source exhausted"
-            break
+            return done, "source exhausted"
         step = done
-    await save_last(TASKS, step)
-    await finish_run(reason)
-    return {"run": spec.run, "finished": reason, "steps": step}
+    return step, f"{total} steps"
 
 
 async def one_step(step: int, progress: Progress) -> int:

@@ -72,6 +72,7 @@ class RunPaths:
         self.payload = f"{self.root}/payload"
         self.objects = f"{self.root}/objects"
         self.checkpoints = f"{self.root}/checkpoints"
+        self.metrics = f"{self.root}/metrics"
 
     def segment(self, slot: int) -> str:
         return f"{self.journal}/{slot:012d}.arrow"

@@ -17,6 +17,7 @@ from prefect.artifacts import (
 )
 from prefect.logging import get_run_logger
 
+from tasks.metrics import MetricsLog
 from tasks.run import Opened, Resumed
 
 EVERY_S = 1.0
@@ -28,14 +29,16 @@ def key_of(run: str, what: str) -> str:
 
 
 class Progress:
-    """One progress artifact per attempt and a log line now and then, at most one a second."""
+    """One progress artifact per attempt and a log line now and then, at most one a second; all steps go to `curves`."""
 
-    def __init__(self, run: str, total: int) -> None:
+    def __init__(self, run: str, total: int, curves: MetricsLog) -> None:
         self._run, self._total, self._log = run, total, get_run_logger()
+        self.curves = curves
         self._artifact: UUID | None = None
         self._last = 0.0
 
     async def step(self, step: int, metrics: dict[str, float], *, last: bool = False) -> None:
+        await self.curves.step(step, metrics)
         now = time.monotonic()
         if now - self._last < EVERY_S and not last:
             return

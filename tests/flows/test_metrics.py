@@ -1,0 +1,93 @@
+"""Curves: every committed step is in TensorBoard's files once the run is over, whatever died."""
+
+from __future__ import annotations
+
+import pytest
+from tensorboardX.proto import event_pb2
+
+from storage.errors import StoreUnavailable
+from storage.filesystem import Bytes, Store
+from storage.memory import MemoryStore
+from storage.runs import RunPaths
+from tasks.metrics import MetricsLog, Point, event_file, last_written
+from tests.rollout.building import RUN, Bench
+
+METRICS = RunPaths(RUN).metrics
+
+
+def scalars(data: bytes) -> list[tuple[int, str, float]]:
+    """What TensorBoard would read: TFRecords of length (8), its checksum (4), the event, its checksum (4)."""
+    found: list[tuple[int, str, float]] = []
+    while data:
+        size = int.from_bytes(data[:8], "little")
+        event = event_pb2.Event.FromString(data[12 : 12 + size])
+        found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        data = data[16 + size :]
+    return found
+
+
+def written(store: Store) -> list[tuple[int, str, float]]:
+    return [entry for key in sorted(store.list(METRICS)) for entry in scalars(store.read(key))]
+
+
+class Figures:
+    async def metrics(self) -> dict[str, float]:
+        return {"groups_leased": 2.0}
+
+
+def log(store: Store, driver: str = "000001-000001") -> MetricsLog:
+    return MetricsLog(store, RUN, driver, Figures())
+
+
+def test_an_event_file_holds_its_points() -> None:
+    data = event_file([Point(1, 10.0, {"train/loss": 0.5}), Point(2, 11.0, {"train/loss": 0.25, "rollout/x": 1.0})])
+    assert scalars(data) == [(1, "train/loss", 0.5), (2, "train/loss", 0.25), (2, "rollout/x", 1.0)]
+
+
+async def test_steps_and_figures_are_stored_when_flushed() -> None:
+    store = MemoryStore()
+    curves = log(store)
+    await curves.step(1, {"loss": 0.5, "step": 1.0})
+    await curves.step(2, {"loss": 0.25})
+    assert store.list(METRICS) == []
+    await curves.flush()
+    await curves.flush()
+    assert written(store) == [(1, "train/loss", 0.5), (1, "rollout/groups_leased", 2.0), (2, "train/loss", 0.25)]
+    assert last_written(store, RUN) == 2
+
+
+async def test_what_a_dead_driver_had_not_written_comes_from_the_journal_once() -> None:
+    bench = Bench()
+    for _ in range(3):
+        bench.seal(bench.control.take("w", 4))
+        bench.train()
+    first = log(bench.store)
+    await first.step(1, {"loss": 1.0})
+    await first.flush()
+    second = log(bench.store, "000002-000001")
+    assert await second.backfill() == 2
+    await second.flush()
+    assert await log(bench.store).backfill() == 0
+    assert last_written(bench.store, RUN) == 3
+
+
+async def test_a_store_that_is_away_costs_no_point(caplog: pytest.LogCaptureFixture) -> None:
+    class Away(MemoryStore):
+        down = True
+
+        def create(self, key: str, data: Bytes) -> None:
+            if self.down:
+                raise StoreUnavailable("gone", expected="an answer", action="wait")
+            super().create(key, data)
+
+    store = Away()
+    curves = log(store)
+    await curves.step(1, {"loss": 0.5})
+    await curves.flush()
+    assert "try_with_the_next" in caplog.text
+    store.down = False
+    await curves.step(2, {"loss": 0.25})
+    await curves.flush()
+    assert [(step, name) for step, name, _ in written(store) if name == "train/loss"] == [
+        (1, "train/loss"), (2, "train/loss")
+    ]  # fmt: skip
