@@ -55,6 +55,7 @@ faults: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/rollout.py --json
+	$(BIN)/python benchmarks/async_gain.py
 
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
