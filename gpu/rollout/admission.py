@@ -108,8 +108,13 @@ class Admission:
         for held in self._held.values():
             held.open.difference_update(identities)
 
-    def still_open(self, hold: int) -> tuple[Identity, ...]:
+    def num_open(self, hold: int) -> int:
         """Executions of the hold's frontier that have not ended. Waiting on it neither cancels nor consumes."""
+        held = self._held.get(hold)
+        return len(held.open) if held else 0
+
+    def still_open(self, hold: int) -> tuple[Identity, ...]:
+        """Which ones, in order."""
         held = self._held.get(hold)
         return tuple(sorted(held.open, key=str)) if held else ()
 

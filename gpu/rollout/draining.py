@@ -69,9 +69,9 @@ class Drainer:
             event = self._changed.current()
             self._callers.check(caller)
             self._control.admission.confirm(hold.hold, hold.epoch)
-            open_ = self._control.admission.still_open(hold.hold)
+            count = self._control.admission.num_open(hold.hold)
             left = deadline - self._clock.monotonic()
-            if not open_ or left <= 0:
-                return open_
-            self._waits.note("driver", Wait(f"{len(open_)} executions to end", "workers", "drain", "workers"))
+            if not count or left <= 0:
+                return self._control.admission.still_open(hold.hold)
+            self._waits.note("driver", Wait(f"{count} executions to end", "workers", "drain", "workers"))
             await wait_event(event, min(left, 1.0))
