@@ -138,7 +138,7 @@ class NoopWorker:
         mask = np.zeros(size, np.int8)
         mask[PROMPT:] = 1
         span = VersionSpan(one.incarnation, dispatch.version, self._tokens)
-        return TurnRow(one.group, one.sibling, one.attempt, 0, 0, np.arange(size, dtype=np.int32),
+        return TurnRow(one.group, one.sibling, one.attempt, 0, 0, 0, np.arange(size, dtype=np.int32),
                        np.zeros(size, np.float32), mask, (span,), True, 1.0, "")  # fmt: skip
 
 

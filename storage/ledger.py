@@ -54,16 +54,23 @@ WAITING, LIVE, SEALED = RolloutState.WAITING, RolloutState.LIVE, RolloutState.SE
 
 
 class Boundary(msgspec.Struct, gc=False):
-    """The last durable turn of an unfinished rollout: where an attempt may continue."""
+    """The last durable turn of an unfinished rollout, in output sample `sample`: where an attempt may continue."""
 
     index: int
     turn: int
+    sample: int
     state: bytes
     attempt: int
 
 
+def next_samples(sample: int) -> range:
+    """Output samples that a turn may belong to after one of `sample`, -1 before the first: the open one or the next."""
+    return range(max(sample, 0), sample + 2)
+
+
 class Rollout(msgspec.Struct, gc=False):
-    """One sibling. `rows` are (block, row) of its durable turns in order; `oldest` the oldest version in them."""
+    """One sibling. `rows` are (block, row) of its durable turns in order; `oldest` the oldest version in them;
+    `samples` and `tokens` are those of the seal."""
 
     attempt: int = -1
     incarnation: int = 0
@@ -71,6 +78,7 @@ class Rollout(msgspec.Struct, gc=False):
     minted_version: int = UNKNOWN_VERSION
     oldest: int = UNKNOWN_VERSION
     rows: tuple[tuple[str, int], ...] = ()
+    samples: int = 0
     tokens: int = 0
     reward: float = math.nan
     boundary: Boundary | None = None
@@ -107,10 +115,12 @@ class Group(msgspec.Struct, gc=False):
 
 
 class TrainedGroup(msgspec.Struct, frozen=True, gc=False):
-    """What a redo needs of a leased group: references to the token rows of each sibling, in order."""
+    """What a redo needs of a leased group: for each sibling, in order, the references to its token rows, the number of
+    its output samples, and its reward."""
 
     ordinal: int
     rows: tuple[tuple[tuple[str, int], ...], ...]
+    samples: tuple[int, ...]
     rewards: tuple[float, ...]
     oldest: int
 
@@ -118,8 +128,13 @@ class TrainedGroup(msgspec.Struct, frozen=True, gc=False):
 def trained_group(group: Group) -> TrainedGroup:
     """A completed group as a lease names it."""
     rollouts = group.rollouts
-    rows, rewards = [rollout.rows for rollout in rollouts], [rollout.reward for rollout in rollouts]
-    return TrainedGroup(group.ordinal, tuple(rows), tuple(rewards), group.oldest)
+    return TrainedGroup(
+        group.ordinal,
+        tuple([rollout.rows for rollout in rollouts]),
+        tuple([rollout.samples for rollout in rollouts]),
+        tuple([rollout.reward for rollout in rollouts]),
+        group.oldest,
+    )
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):
@@ -350,7 +365,7 @@ class Ledger:
         """Forget the durable turns and the seal of a rollout; its attempt numbers go on."""
         self.release_rows(rollout.rows)
         self.counts["tokens_wasted"] += rollout.tokens
-        rollout.rows, rollout.tokens, rollout.boundary = (), 0, None
+        rollout.rows, rollout.samples, rollout.tokens, rollout.boundary = (), 0, 0, None
         rollout.oldest, rollout.reward, rollout.state = UNKNOWN_VERSION, math.nan, WAITING
 
     def add_unplaced(self, seq: int, name: str) -> None:

@@ -2,7 +2,8 @@
 
 A block is written once by one worker, named `<incarnation>-<writer>-<n>`, and made durable before the record that names
 it: inline in the journal below `INLINE_BYTES`, else as a file of its own. Row r of a block is one turn of one attempt:
-the new tokens since the previous turn, of which those with mask 1 were generated.
+the new tokens since the previous turn, of which those with mask 1 were generated. A rollout yields one training sample
+or, where its context was replaced on the way, several: each row says which one it extends.
 """
 
 from __future__ import annotations
@@ -19,17 +20,17 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from storage.errors import ArtifactCorrupt
-from storage.schema import PayloadStored
+from storage.errors import ArtifactCorrupt, SchemaUnsupported
+from storage.schema import SCHEMA, PayloadStored
 
 INLINE_BYTES = 32 * 1024
-FORMAT = b"tidegate-payload-1"
-_SCHEMA = pa.schema(
+_FIELDS = pa.schema(
     [
         pa.field("group", pa.int64()),
         pa.field("sibling", pa.int32()),
         pa.field("attempt", pa.int32()),
         pa.field("turn", pa.int32()),
+        pa.field("sample", pa.int32()),
         pa.field("start", pa.int32()),
         pa.field("tokens", pa.list_(pa.int32())),
         pa.field("logprobs", pa.list_(pa.float32())),
@@ -40,9 +41,11 @@ _SCHEMA = pa.schema(
         pa.field("done", pa.bool_()),
         pa.field("reward", pa.float64()),
         pa.field("record", pa.string()),
-    ],
-    metadata={b"format": FORMAT},
+    ]
 )
+_FIELD_HASH = hashlib.sha256(str(_FIELDS).encode()).hexdigest()[:16]
+FORMAT = f"tidegate-payload {SCHEMA} {_FIELD_HASH}".encode()
+_SCHEMA = _FIELDS.with_metadata({b"format": FORMAT})
 _LISTS = {"tokens": pa.int32(), "logprobs": pa.float32(), "mask": pa.int8(), "span_incarnations": pa.int32(),
           "span_versions": pa.int64(), "span_ends": pa.int32()}  # fmt: skip
 
@@ -60,14 +63,16 @@ class TurnRow:
     """One turn. Arrays have one value per new token: ids int32, behaviour logprobs float32 (0 where mask is 0), mask
     int8 (1 = generated).
 
-    `start` is the position of the first new token in the conversation; `reward` counts only when `done`; `record` is
-    the environment's own JSON.
+    `turn` counts over the rollout. `sample` counts the rollout's output samples from 0; the rows of one are contiguous,
+    and the first brings a prompt of its own. `start` is the position of the first new token in that sample; `reward`
+    counts only when `done`; `record` is the environment's own JSON.
     """
 
     group: int
     sibling: int
     attempt: int
     turn: int
+    sample: int
     start: int
     tokens: npt.NDArray[np.int32]
     logprobs: npt.NDArray[np.float32]
@@ -113,6 +118,7 @@ def encode_block(name: str, rows: Sequence[TurnRow]) -> Encoded:
         "sibling": [row.sibling for row in rows],
         "attempt": [row.attempt for row in rows],
         "turn": [row.turn for row in rows],
+        "sample": [row.sample for row in rows],
         "start": [row.start for row in rows],
         "tokens": [row.tokens for row in rows],
         "logprobs": [row.logprobs for row in rows],
@@ -138,7 +144,7 @@ def encode_block(name: str, rows: Sequence[TurnRow]) -> Encoded:
 
 
 def decode_block(data: bytes, digest: str, where: str) -> list[TurnRow]:
-    """Check the digest, then parse. Raises `ArtifactCorrupt`."""
+    """Check the digest, then parse. Raises `ArtifactCorrupt`, `SchemaUnsupported`."""
     actual = hashlib.sha256(data).hexdigest()
     if actual != digest:
         raise ArtifactCorrupt(
@@ -149,11 +155,10 @@ def decode_block(data: bytes, digest: str, where: str) -> list[TurnRow]:
         )
     table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
     if (table.schema.metadata or {}).get(b"format") != FORMAT:
-        raise ArtifactCorrupt(
+        raise SchemaUnsupported(
             f"payload {where} has format {table.schema.metadata}",
             expected=FORMAT.decode(),
-            action="read this run with the Tidegate version that wrote it",
-            code="format",
+            action="read this run with the Tidegate version that wrote it; nothing was changed",
         )
     plain = {name: table.column(name).to_pylist() for name in _SCHEMA.names if name not in _LISTS}
     lists = {name: _split(table.column(name).combine_chunks()) for name in _LISTS}
@@ -174,6 +179,7 @@ def _turn_row(plain: dict[str, list[Any]], lists: dict[str, list[npt.NDArray[Any
         sibling=plain["sibling"][index],
         attempt=plain["attempt"][index],
         turn=plain["turn"][index],
+        sample=plain["sample"][index],
         start=plain["start"][index],
         tokens=lists["tokens"][index],
         logprobs=lists["logprobs"][index],

@@ -22,6 +22,7 @@ from storage.ledger import (
     Ledger,
     Quarantined,
     Rollout,
+    next_samples,
 )
 from storage.schema import Record
 
@@ -179,16 +180,18 @@ def payload_stored(ledger: Ledger, seq: int, record: schema.PayloadStored) -> No
 def turn_committed(ledger: Ledger, seq: int, record: schema.TurnCommitted) -> None:
     group, rollout = _live(ledger, seq, record, record.group, record.sibling, record.attempt)
     turn = rollout.boundary.turn + 1 if rollout.boundary else 0
-    if record.turn != turn or record.boundary != rollout.boundaries:
+    samples = next_samples(rollout.boundary.sample if rollout.boundary else -1)
+    if record.turn != turn or record.boundary != rollout.boundaries or record.sample not in samples:
         raise ContinuationInvalid(
-            f"record {seq}: rollout {record.group}/{record.sibling} boundary {record.boundary}, turn {record.turn}",
-            expected=f"boundary {rollout.boundaries}, turn {turn}",
+            f"record {seq}: rollout {record.group}/{record.sibling} boundary {record.boundary}, turn {record.turn}, "
+            f"sample {record.sample}",
+            expected=f"boundary {rollout.boundaries}, turn {turn}, sample {' or '.join(map(str, samples))}",
             action="coordinates only go forward; the journal was altered",
         )
     ledger.use_row((record.block, record.row), record, seq)
     rollout.rows += ((record.block, record.row),)
     rollout.boundaries = record.boundary + 1
-    rollout.boundary = Boundary(record.boundary, record.turn, record.state, record.attempt)
+    rollout.boundary = Boundary(record.boundary, record.turn, record.sample, record.state, record.attempt)
     rollout.oldest = _older(rollout.oldest, record.oldest)
     ledger.set_oldest(group)
 
@@ -204,12 +207,12 @@ def sealed(ledger: Ledger, seq: int, record: schema.Sealed) -> None:
     ledger.live -= len(pairs)
     touched: dict[int, Group] = {}
     moved: dict[int, Group] = {}
-    columns = zip(pairs, record.rows, record.tokens, record.oldest, record.rewards, strict=True)
-    for (group, rollout), row, tokens, oldest, reward in columns:
+    columns = zip(pairs, record.rows, record.samples, record.tokens, record.oldest, record.rewards, strict=True)
+    for (group, rollout), row, samples, tokens, oldest, reward in columns:
         if rollout.rows or oldest != rollout.minted_version:
             moved[group.ordinal] = group
         rollout.rows = (*rollout.rows, (block, row)) if rollout.rows else ((block, row),)
-        rollout.state, rollout.reward, rollout.tokens = SEALED, reward, tokens
+        rollout.state, rollout.reward, rollout.samples, rollout.tokens = SEALED, reward, samples, tokens
         known = rollout.oldest
         rollout.oldest = oldest if known == UNKNOWN_VERSION or oldest < known else known
         group.num_live -= 1
@@ -222,17 +225,21 @@ def sealed(ledger: Ledger, seq: int, record: schema.Sealed) -> None:
     for group in moved.values():
         ledger.set_oldest(group)
     ledger.counts["rollouts_sealed"] += len(pairs)
+    ledger.counts["samples_sealed"] += sum(record.samples)
     ledger.counts["tokens_sealed"] += sum(record.tokens)
 
 
 def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> list[tuple[Group, Rollout]]:
     """The rollouts that a record may seal, each once."""
-    columns = (record.siblings, record.attempts, record.rows, record.tokens, record.oldest, record.rewards)
+    columns = (record.siblings, record.attempts, record.rows, record.samples, record.tokens, record.oldest,
+               record.rewards)  # fmt: skip
     if not record.groups or any(len(column) != len(record.groups) for column in columns):
         raise illegal(record, seq, f"columns of {[len(c) for c in columns]} values", "equal, non-empty columns")
     groups, last = ledger.groups, ledger.num_siblings - 1
     pairs: list[tuple[Group, Rollout]] = []
-    for ordinal, sibling, attempt in zip(record.groups, record.siblings, record.attempts, strict=True):
+    for ordinal, sibling, attempt, samples in zip(
+        record.groups, record.siblings, record.attempts, record.samples, strict=True
+    ):
         group = groups.get(ordinal)
         if group is None or not 0 <= sibling <= last:
             pairs.append(_live(ledger, seq, record, ordinal, sibling, attempt))  # raises
@@ -240,6 +247,8 @@ def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> list[tuple[
         rollout = group.rollouts[sibling]
         if rollout.state is not LIVE or rollout.attempt != attempt:
             _live(ledger, seq, record, ordinal, sibling, attempt)  # raises
+        if rollout.boundary is not None or samples != 1:
+            _check_samples(rollout, record, seq, f"rollout {ordinal}/{sibling}", samples)
         pairs.append((group, rollout))
     if not all(map(math.isfinite, record.rewards)) or min(record.tokens) < 0:
         raise illegal(record, seq, f"rewards {record.rewards}, tokens {record.tokens}", "finite rewards, tokens >= 0")
@@ -247,6 +256,14 @@ def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> list[tuple[
         raise illegal(record, seq, "two seals of one rollout", "each rollout once")
     ledger.check_block(record.block, record, seq)
     return pairs
+
+
+def _check_samples(rollout: Rollout, record: schema.Sealed, seq: int, where: str, samples: int) -> None:
+    """The last turn belongs to the last sample, which is open or begins with it."""
+    last = next_samples(rollout.boundary.sample if rollout.boundary else -1)
+    if samples - 1 not in last:
+        expected = " or ".join(str(sample + 1) for sample in last)
+        raise illegal(record, seq, f"{where} with {samples} samples", f"{expected} samples")
 
 
 def group_completed(ledger: Ledger, seq: int, record: schema.GroupCompleted) -> None:

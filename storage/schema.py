@@ -96,13 +96,15 @@ class PayloadStored(Record, frozen=True, forbid_unknown_fields=True):
 
 
 class TurnCommitted(Record, frozen=True, forbid_unknown_fields=True):
-    """A boundary of a multi-turn rollout. `turn`'s tokens are row `row` of `block`; `state` is the environment's."""
+    """A boundary of a multi-turn rollout. `turn`'s tokens are row `row` of `block` and extend the rollout's output
+    sample `sample`; `state` is the environment's."""
 
     group: int
     sibling: int
     attempt: int
     boundary: int
     turn: int
+    sample: int
     block: str
     row: int
     oldest: int
@@ -112,7 +114,8 @@ class TurnCommitted(Record, frozen=True, forbid_unknown_fields=True):
 class Sealed(Record, frozen=True, forbid_unknown_fields=True):
     """Finished attempts that came together; `rows` are the rows of their last turns in `block`.
 
-    `oldest` is the oldest version that generated a token of the last turn; `tokens` counts generated tokens of it.
+    `samples` counts the output samples of each rollout. `oldest` is the oldest version that generated a token of the
+    last turn; `tokens` counts generated tokens of it.
     """
 
     block: str
@@ -120,6 +123,7 @@ class Sealed(Record, frozen=True, forbid_unknown_fields=True):
     siblings: tuple[int, ...]
     attempts: tuple[int, ...]
     rows: tuple[int, ...]
+    samples: tuple[int, ...]
     tokens: tuple[int, ...]
     oldest: tuple[int, ...]
     rewards: tuple[float, ...]

@@ -25,7 +25,7 @@ from storage.errors import (
 )
 from storage.filesystem import Store
 from storage.journal import fold_segment, read_journal
-from storage.ledger import Lease, Ledger
+from storage.ledger import Lease, Ledger, TrainedGroup
 from storage.payload import TurnRow, decode_block
 from storage.reader import PayloadReader
 from storage.runs import RunInfo, open_run
@@ -52,6 +52,7 @@ class Report:
     staleness_max: int = 0
     staleness_mean: float = 0.0
     rollouts_sealed: int = 0
+    samples_sealed: int = 0
     rollouts_reused: int = 0
     rollouts_continued: int = 0
     rollouts_regenerated: int = 0
@@ -115,17 +116,22 @@ class Auditor:
 
     def _check_lease(self, lease: Lease) -> None:
         for group in lease.groups:
-            oldest = lease.version
-            for sibling, references in enumerate(group.rows):
-                rows = self._reader.rows(references, self.ledger.blocks)
-                sample = assemble(rows, group.ordinal, sibling)
-                if sample.reward != group.rewards[sibling]:
-                    raise _conflict(
-                        group.ordinal, sibling, f"reward {sample.reward}", f"reward {group.rewards[sibling]}"
-                    )
-                self._check_versions(rows, lease.version)
-                oldest = min(oldest, *(row.oldest for row in rows))
+            slots = [self._reader.rows(references, self.ledger.blocks) for references in group.rows]
+            self._check_samples(slots, group)
+            rows = [row for slot in slots for row in slot]
+            self._check_versions(rows, lease.version)
+            oldest = min(lease.version, *(row.oldest for row in rows))
             self._check_staleness(lease, group.ordinal, oldest, group.oldest)
+
+    def _check_samples(self, slots: list[list[TurnRow]], group: TrainedGroup) -> None:
+        """The slots and samples of a trained group are those that were sealed."""
+        stated = zip(group.samples, group.rewards, strict=True)
+        assembled = assemble(slots, group.ordinal, self._info.num_siblings)
+        for sibling, (samples, (count, reward)) in enumerate(zip(assembled, stated, strict=True)):
+            if len(samples) != count:
+                raise _conflict(group.ordinal, sibling, f"{len(samples)} samples", f"{count} samples")
+            if samples[0].reward != reward:
+                raise _conflict(group.ordinal, sibling, f"reward {samples[0].reward}", f"reward {reward}")
 
     def _check_versions(self, rows: list[TurnRow], version: int) -> None:
         for row in rows:
@@ -235,6 +241,7 @@ def _fill(report: Report, auditor: Auditor) -> None:
     report.staleness_max = max(ages, default=0)
     report.staleness_mean = sum(age * n for age, n in ages.items()) / max(1, ages.total())
     report.rollouts_sealed, report.rollouts_reused = counts["rollouts_sealed"], counts["rollouts_reused"]
+    report.samples_sealed = counts["samples_sealed"]
     report.rollouts_continued, report.rollouts_regenerated = (
         counts["rollouts_continued"],
         counts["rollouts_regenerated"],

@@ -1,13 +1,13 @@
 """The agent loop: one rollout from its first prompt, or from its last durable turn, to its reward.
 
-Each turn's tokens go to `RolloutSink` when the turn ends. What the loop raises ends the attempt; it never becomes a
-reward.
+Each turn's tokens go to `RolloutSink` when the turn ends. An environment may replace the context: the rollout then goes
+on in a new output sample. What the loop raises ends the attempt; it never becomes a reward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -19,7 +19,7 @@ from gpu.rollout.messages import Dispatch, Identity
 from gpu.rollout.source import rollout_seed
 from storage.errors import ContinuationInvalid
 from storage.payload import TurnRow
-from storage.samples import check_spans
+from storage.samples import assemble_slot, check_spans, misfit
 
 Generate = Callable[[GenRequest], Awaitable[Generated]]
 
@@ -29,10 +29,20 @@ class GenerationAborted(Exception):
 
 
 class AgentState(msgspec.Struct, frozen=True):
-    """What goes on after a turn: the environment's answer as token ids, and the environment's exported state."""
+    """What goes on after a turn: the environment's answer as token ids, whether it opens a new sample, and the
+    environment's exported state."""
 
     answer: tuple[int, ...]
+    new_context: bool
     environment: bytes
+
+
+class _Place(NamedTuple):
+    """Where a turn stands: its output sample, the sample's tokens before it, and the ids that open it."""
+
+    sample: int
+    context: list[int]
+    fresh: list[int]
 
 
 class RolloutSink(Protocol):
@@ -65,33 +75,43 @@ class Agent:
         self._seed, self._temperature, self._position = seed, temperature, position
 
     async def run(self, dispatch: Dispatch, before: Sequence[TurnRow]) -> None:
-        """One attempt. `before` are the turns of the continuation, empty from scratch."""
+        """One attempt. `before` are the turns of the continuation, empty from scratch. Raises `ReferenceInvalid` when
+        the turns do not make samples; nothing of the last turn is then reported."""
         identity = dispatch.identity
         episode = self._environment.episode()
         seed = rollout_seed(self._seed, identity.group, identity.sibling, 0)
         opening = await episode.reset(self._environment.task(self._position(identity.group)), seed)
-        context = [token for row in before for token in row.tokens.tolist()]
-        fresh = _resume(episode, dispatch) if before else self._tokenizer.prompt(opening)
+        place = _resume(episode, dispatch, before) if before else _Place(0, [], self._tokenizer.prompt(opening))
+        rows = list(before)
         turns = _Turns(self._sink, dispatch, hold_back=episode.checkpoint_mode is CheckpointMode.RESTART_ONLY)
         for turn in range(len(before), self._environment.max_turns):
-            generated = await self._turn(identity, turn, context + fresh)
+            generated = await self._turn(identity, turn, place.context + place.fresh)
             stopped = generated.finish is Finish.STOP
             result = await episode.step(Action(self._tokenizer.decode(generated.tokens.tolist()), stopped))
-            row = _row(identity, turn, len(context), fresh, generated, result)
+            rows.append(_row(identity, turn, place, generated, result))
             if result.done:
+                assemble_slot(rows, identity.group, identity.sibling)
                 turns.flush()
-                self._sink.end(dispatch, row)
+                self._sink.end(dispatch, rows[-1])
                 return
-            context += row.tokens.tolist()
-            fresh = self._tokenizer.extend(result.messages, stopped)
-            turns.add(row, _state(episode, fresh))
+            place = self._next(place, rows[-1], result, stopped)
+            turns.add(rows[-1], _state(episode, place))
         raise ContinuationInvalid(
             f"rollout {identity} is not done after {self._environment.max_turns} turns",
             expected="an end by then",
             action="let the environment end its episodes within max_turns",
         )
 
+    def _next(self, place: _Place, row: TurnRow, result: StepResult, stopped: bool) -> _Place:
+        if result.new_context:
+            return _Place(place.sample + 1, [], self._tokenizer.prompt(result.messages))
+        return _Place(
+            place.sample, place.context + row.tokens.tolist(), self._tokenizer.extend(result.messages, stopped)
+        )
+
     async def _turn(self, identity: Identity, turn: int, prompt: list[int]) -> Generated:
+        if not prompt:
+            raise misfit(f"rollout {identity}", f"an empty context in turn {turn}", "a prompt", "prompt")
         seed = rollout_seed(self._seed, identity.group, identity.sibling, (identity.attempt << 16) + turn)
         sampling = Sampling(self._environment.max_new_tokens, self._temperature, seed, self._tokenizer.stop_ids)
         generated = await self._generate(GenRequest(f"{identity}.{turn}", tuple(prompt), sampling))
@@ -121,32 +141,37 @@ class _Turns:
         self._held.clear()
 
 
-def _resume(episode: Episode, dispatch: Dispatch) -> list[int]:
-    """Restore the environment after the last durable turn; the ids of its answer to that turn."""
+def _resume(episode: Episode, dispatch: Dispatch, before: Sequence[TurnRow]) -> _Place:
+    """Restore the environment after the last durable turn; where the turn after it stands."""
     assert dispatch.continuation is not None, "only a continuation has turns before it"
     state = msgspec.json.decode(dispatch.continuation.state, type=AgentState)
     if episode.checkpoint_mode is CheckpointMode.EXPORT_RESTORE:
         episode.restore_state(state.environment)
-    return list(state.answer)
+    last = before[-1].sample
+    if state.new_context:
+        return _Place(last + 1, [], list(state.answer))
+    context = [token for row in before if row.sample == last for token in row.tokens.tolist()]
+    return _Place(last, context, list(state.answer))
 
 
-def _state(episode: Episode, answer: list[int]) -> bytes:
+def _state(episode: Episode, place: _Place) -> bytes:
+    """What the turn at `place` needs to begin."""
     exports = episode.checkpoint_mode is CheckpointMode.EXPORT_RESTORE
-    return msgspec.json.encode(AgentState(tuple(answer), episode.export_state() if exports else b""))
+    environment = episode.export_state() if exports else b""
+    return msgspec.json.encode(AgentState(tuple(place.fresh), not place.context, environment))
 
 
-def _row(
-    identity: Identity, turn: int, start: int, fresh: list[int], generated: Generated, result: StepResult
-) -> TurnRow:
+def _row(identity: Identity, turn: int, place: _Place, generated: Generated, result: StepResult) -> TurnRow:
     """The turn's new tokens: what the environment said (mask 0), then what was generated (mask 1)."""
-    given, made = len(fresh), len(generated.tokens)
+    given, made = len(place.fresh), len(generated.tokens)
     return TurnRow(
         group=identity.group,
         sibling=identity.sibling,
         attempt=identity.attempt,
         turn=turn,
-        start=start,
-        tokens=np.concatenate([np.array(fresh, np.int32), generated.tokens]),
+        sample=place.sample,
+        start=len(place.context),
+        tokens=np.concatenate([np.array(place.fresh, np.int32), generated.tokens]),
         logprobs=np.concatenate([np.zeros(given, np.float32), generated.logprobs]),
         mask=np.repeat(np.array([0, 1], np.int8), [given, made]),
         spans=generated.spans,

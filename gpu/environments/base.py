@@ -39,12 +39,18 @@ class Action(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The environment's answer to one action. `reward` counts when `done`; `messages` open the next turn otherwise;
-    `record` is kept with the turn, for people."""
+    `record` is kept with the turn, for people.
+
+    `new_context`: the conversation so far ends here, and the next turn starts a new one whose prompt is `messages`
+    alone (a compacted history, the view of another agent). Each conversation becomes a training sample of its own, with
+    the rollout's reward.
+    """
 
     done: bool
     reward: float = 0.0
     messages: Sequence[Message] = ()
     record: str = ""
+    new_context: bool = False
 
 
 class Episode(ABC):
@@ -70,7 +76,7 @@ class Episode(ABC):
 
 
 class Environment(ABC):
-    """A task set with its episodes. `max_new_tokens` bounds one turn, `max_turns` one episode."""
+    """A task set with its episodes. `max_new_tokens` bounds one turn, `max_turns` one episode over all its contexts."""
 
     max_new_tokens: int
     max_turns = 1

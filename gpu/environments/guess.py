@@ -13,12 +13,14 @@ class GuessLetter(Environment):
     """Letters a..(`letters`-th); each wrong guess is answered "<" or ">" (the hidden letter is before or after it).
 
     The reward is 1 - 0.1 per wrong guess, and 0 when `turns` guesses were wrong. The first token is the guess.
+    With `compact_every` k the conversation is compacted after every k wrong guesses: a new one opens with what is
+    known, "d?k" for a letter between d and k.
     """
 
-    def __init__(self, letters: int = 16, turns: int = 5) -> None:
-        if not 2 <= letters <= 26 or turns < 1:
-            raise ValueError("2 <= letters <= 26 and turns >= 1")
-        self._letters = letters
+    def __init__(self, letters: int = 16, turns: int = 5, compact_every: int | None = None) -> None:
+        if not 2 <= letters <= 26 or turns < 1 or (compact_every is not None and compact_every < 1):
+            raise ValueError("2 <= letters <= 26, turns >= 1 and compact_every >= 1")
+        self._letters, self._compact_every = letters, compact_every
         self.max_turns = turns
         self.max_new_tokens = 1
 
@@ -29,14 +31,15 @@ class GuessLetter(Environment):
         return json.dumps({"letter": chr(ord("a") + index)}).encode()
 
     def episode(self) -> Episode:
-        return _Guess(self.max_turns)
+        return _Guess(self.max_turns, self._compact_every)
 
 
 class _Guess(Episode):
     checkpoint_mode = CheckpointMode.EXPORT_RESTORE
 
-    def __init__(self, turns: int) -> None:
-        self._turns, self._used, self._letter = turns, 0, ""
+    def __init__(self, turns: int, compact_every: int | None) -> None:
+        self._turns, self._compact_every = turns, compact_every
+        self._used, self._letter = 0, ""
         self._asked: list[str] = []
 
     async def reset(self, task: bytes, seed: int) -> Sequence[Message]:
@@ -52,8 +55,16 @@ class _Guess(Episode):
             return StepResult(True, 1.0 - 0.1 * (self._used - 1), record=record)
         if self._used >= self._turns:
             return StepResult(True, 0.0, record=record)
+        if self._compact_every is not None and self._used % self._compact_every == 0:
+            return StepResult(False, messages=[Message("user", self._known())], record=record, new_context=True)
         hint = "<" if self._letter < guess else ">"
         return StepResult(False, messages=[Message("user", hint)], record=record)
+
+    def _known(self) -> str:
+        letters = [guess for guess in self._asked if "a" <= guess <= "z"]
+        below = max((guess for guess in letters if guess < self._letter), default="")
+        above = min((guess for guess in letters if guess > self._letter), default="")
+        return f"{below}?{above}"
 
     def export_state(self) -> bytes:
         return json.dumps({"letter": self._letter, "used": self._used, "asked": self._asked}).encode()

@@ -1,8 +1,9 @@
 """A deterministic engine without a model: the documented fake for tests, simulations and benchmarks.
 
 It keeps the whole engine contract that does not need a model. A token is a hash of (seed, index, version number), so
-what it generates depends on nothing else; a request ends after `tokens` steps or at its limit. With `by_rollout` a
-token is a hash of (rollout, turn, index): every attempt of a rollout gives the same tokens, under any version.
+what it generates depends on nothing else; a request stops after `tokens` steps or is cut at its limit. With
+`by_rollout` a token is a hash of (rollout, turn, index): every attempt of a rollout gives the same tokens, under any
+version.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from storage.payload import VersionSpan
 
 
 class FakeEngine:
-    """`tokens` per request, ids below `vocabulary`; the last one is a stop token of the request when it has any."""
+    """`tokens` per request, ids below `vocabulary`; the last one is a stop token of the request if it has any and was
+    not cut."""
 
     capabilities = frozenset({"in_flight_swap", "checksum", "determinism"})
 
@@ -47,13 +49,13 @@ class FakeEngine:
             else:
                 spans.append(VersionSpan(version.incarnation, version.number, len(tokens)))
             if len(tokens) >= min(self._length, request.sampling.max_tokens):
-                ended.append(self._end(request.id, Finish.STOP if request.sampling.stop_ids else Finish.LENGTH))
+                stopped = len(tokens) >= self._length and request.sampling.stop_ids
+                ended.append(self._end(request.id, Finish.STOP if stopped else Finish.LENGTH))
         return ended
 
     def _token(self, request: GenRequest, index: int) -> int:
         assert self._version is not None
-        last = index + 1 >= min(self._length, request.sampling.max_tokens)
-        if last and request.sampling.stop_ids:
+        if index + 1 >= self._length and request.sampling.stop_ids:
             return min(request.sampling.stop_ids)
         text = f"{request.sampling.seed}:{index}:{self._version.number}"
         if self._by_rollout:  # a worker's request ids are rollout~attempt@incarnation.turn

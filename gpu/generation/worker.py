@@ -11,6 +11,8 @@ import time
 from collections.abc import Callable
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from gpu.environments.agent import Agent, GenerationAborted
 from gpu.environments.base import Environment
 from gpu.generation.client import EngineCalls, EngineClient
@@ -18,7 +20,7 @@ from gpu.generation.engine import Generated, GenRequest
 from gpu.models.tokenizer import Tokenizer
 from gpu.rollout.messages import Accepted, Dispatch, Ended, Outcome, Report, Turn, Work
 from gpu.rollout.signal import Signal
-from storage.errors import ActorLost, EngineFailed
+from storage.errors import ActorLost, EngineFailed, ReferenceInvalid
 from storage.filesystem import Store
 from storage.payload import INLINE_BYTES, TurnRow, encode_block
 from storage.reader import PayloadReader
@@ -113,6 +115,8 @@ class RolloutWorker:
             self._failed(dispatch, Outcome.ENGINE_LOST, error)
         except GenerationAborted as error:
             self._failed(dispatch, Outcome.ABORTED, error)
+        except ReferenceInvalid as error:
+            self._failed(dispatch, Outcome.MALFORMED, error)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the cause is kept in the record
             self._failed(dispatch, Outcome.FAILED, error)
 
@@ -141,10 +145,12 @@ class RolloutWorker:
     # ------------------------------------------------------------------ RolloutSink
 
     def turn(self, dispatch: Dispatch, boundary: int, row: TurnRow, state: bytes) -> None:
-        self._push(row, Turn(dispatch.identity, boundary, row.turn, -1, row.oldest, state))
+        self._push(row, Turn(dispatch.identity, boundary, row.turn, row.sample, -1, row.oldest, state))
 
     def end(self, dispatch: Dispatch, row: TurnRow) -> None:
-        self._push(row, Ended(dispatch.identity, Outcome.SEALED, -1, row.num_generated, row.oldest, row.reward))
+        sealed = Ended(dispatch.identity, Outcome.SEALED, -1, row.num_generated, row.oldest, row.reward,
+                       samples=row.sample + 1)  # fmt: skip
+        self._push(row, sealed)
 
     # ------------------------------------------------------------------ reports
 
@@ -174,10 +180,9 @@ class RolloutWorker:
             if row is not None:
                 rows.append(row)
             if isinstance(entry, Turn):
-                turns.append(Turn(entry.identity, entry.boundary, entry.turn, index, entry.oldest, entry.state))
+                turns.append(replace(entry, row=index))
             else:
-                ended.append(Ended(entry.identity, entry.outcome, index if row is not None else -1, entry.tokens,
-                                   entry.oldest, entry.reward, entry.detail))  # fmt: skip
+                ended.append(entry if row is None else replace(entry, row=index))
         if not rows:
             return Report(self._name, "", "", 0, None, tuple(turns), tuple(ended))
         self._blocks += 1

@@ -17,7 +17,8 @@ class Outcome(Enum):
 
     SEALED      finished with a finite reward; costs nothing
     FAILED      the environment's or reward's code raised; one of the prompt's attempts
-    MALFORMED   the result breaks a rule (reward not finite, tokens older than dispatch, no output); one attempt
+    MALFORMED   the result breaks a rule (reward not finite, tokens older than dispatch, no output, turns or samples
+                that do not follow each other); one attempt
     ABORTED     generation was cancelled; one attempt
     ENGINE_LOST, WORKER_LOST   a process died; counted apart, because it says nothing about the prompt
     """
@@ -71,18 +72,21 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """A finished turn of a live attempt: row `row` of the report's block, the environment's state after it."""
+    """A finished turn of a live attempt, in output sample `sample`: row `row` of the report's block, the environment's
+    state after it."""
 
     identity: Identity
     boundary: int
     turn: int
+    sample: int
     row: int
     oldest: int
     state: bytes
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
-    """An attempt ended. `row`, `tokens` (generated in the last turn), `oldest` and `reward` count only when sealed."""
+    """An attempt ended. `row`, `tokens` (generated in the last turn), `oldest`, `reward` and `samples` (output samples
+    of the rollout) count only when sealed."""
 
     identity: Identity
     outcome: Outcome
@@ -91,6 +95,7 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     oldest: int = -1
     reward: float = 0.0
     detail: str = ""
+    samples: int = 1
 
 
 class Report(msgspec.Struct, frozen=True, gc=False):

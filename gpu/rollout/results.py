@@ -18,7 +18,7 @@ from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report, Turn
 from gpu.rollout.scheduler import Scheduler
 from storage import schema
-from storage.ledger import GENERATING, LIVE, RESERVED, Group, Rollout
+from storage.ledger import GENERATING, LIVE, RESERVED, Group, Rollout, next_samples
 from storage.rollout_transitions import SIBLING_ENDED
 
 _SEALED = Outcome.SEALED
@@ -82,17 +82,18 @@ class Results:
         turns: list[Turn] = []
         sealed: list[Ended] = []
         failed: list[Ended] = []
-        progress: dict[Identity, int] = {}
+        progress: dict[Identity, Turn] = {}
         seen: set[Identity] = set()
         for turn in report.turns:
             rollout = self._current(turn.identity)
-            if rollout is None or turn.boundary != progress.get(turn.identity, rollout.boundaries):
+            before = progress.get(turn.identity)
+            if rollout is None or turn.boundary != (before.boundary + 1 if before else rollout.boundaries):
                 self.ignored["turn"] += 1
-            elif turn.oldest < rollout.minted_version:
+            elif detail := _turn_problem(turn, rollout, before):
                 seen.add(turn.identity)
-                failed.append(Ended(turn.identity, Outcome.MALFORMED, detail=f"tokens of version {turn.oldest}"))
+                failed.append(Ended(turn.identity, Outcome.MALFORMED, detail=detail))
             else:
-                progress[turn.identity] = turn.boundary + 1
+                progress[turn.identity] = turn
                 turns.append(turn)
         groups, last = self._books.ledger.groups, self._limits.num_siblings - 1
         for ended in report.ended:
@@ -110,6 +111,7 @@ class Results:
                 self.ignored[ended.outcome.value] += 1
                 continue
             seen.add(identity)
+            latest = progress.get(identity, rollout.boundary) if progress else rollout.boundary
             if ended.outcome is not _SEALED:
                 failed.append(ended)
             elif (
@@ -117,6 +119,7 @@ class Results:
                 or ended.tokens < 1
                 or ended.oldest < rollout.minted_version
                 or not math.isfinite(ended.reward)
+                or (ended.samples != 1 if latest is None else ended.samples - 1 not in next_samples(latest.sample))
             ):
                 failed.append(Ended(identity, Outcome.MALFORMED, detail=_problem(ended, rollout)))
             else:
@@ -157,6 +160,7 @@ class Results:
                 identity.attempt,
                 turn.boundary,
                 turn.turn,
+                turn.sample,
                 block,
                 turn.row,
                 turn.oldest,
@@ -174,6 +178,7 @@ class Results:
                 tuple([identity.sibling for identity in identities]),
                 tuple([identity.attempt for identity in identities]),
                 tuple([ended.row for ended in sealed]),
+                tuple([ended.samples for ended in sealed]),
                 tuple([ended.tokens for ended in sealed]),
                 tuple([ended.oldest for ended in sealed]),
                 tuple([ended.reward for ended in sealed]),
@@ -323,4 +328,17 @@ def _problem(ended: Ended, rollout: Rollout) -> str:
         return f"reward {ended.reward} is not finite"
     if ended.tokens < 1 or ended.row < 0:
         return "no generated token"
-    return f"tokens of version {ended.oldest}, dispatched at {rollout.minted_version}"
+    if ended.oldest < rollout.minted_version:
+        return f"tokens of version {ended.oldest}, dispatched at {rollout.minted_version}"
+    return f"{ended.samples} samples, which do not follow from the turns before"
+
+
+def _turn_problem(turn: Turn, rollout: Rollout, before: Turn | None) -> str:
+    """Which rule a turn breaks, or "". `before` is the turn before it when that is in the same report."""
+    last = before or rollout.boundary
+    number, sample = (last.turn, last.sample) if last else (-1, -1)
+    if turn.oldest < rollout.minted_version:
+        return f"tokens of version {turn.oldest}"
+    if turn.row < 0 or turn.turn != number + 1:
+        return f"turn {turn.turn} in row {turn.row} after turn {number}"
+    return "" if turn.sample in next_samples(sample) else f"sample {turn.sample} after sample {sample}"

@@ -11,7 +11,11 @@ STD_EPSILON = 1e-4
 
 
 def group_normalized(rewards: Sequence[float]) -> npt.NDArray[np.float64]:
-    """GRPO (arXiv 2402.03300): (R - mean) / (std + 1e-4) over the siblings of one group, population std; [n]."""
+    """GRPO (arXiv 2402.03300): (R - mean) / (std + 1e-4) over the siblings of one group, population std; [n].
+
+    One reward for each sibling slot, however many samples the slot has: a slot with many samples weighs no more in the
+    baseline than one with a single sample.
+    """
     values = np.asarray(rewards, np.float64)
     return (values - values.mean()) / (values.std() + STD_EPSILON)
 

@@ -131,12 +131,10 @@ class TrainerHost:
         lease = grant.lease
         return self._ready().train(lease.step, lease.lease, grant.state_digest, samples, lease.version)
 
-    def _samples(self, lease: Lease, blocks: Mapping[str, Block]) -> list[list[Sample]]:
+    def _samples(self, lease: Lease, blocks: Mapping[str, Block]) -> list[list[list[Sample]]]:
+        """Group by group, the samples of each slot."""
         return [
-            [
-                assemble(self._reader.rows(rows, blocks), group.ordinal, sibling)
-                for sibling, rows in enumerate(group.rows)
-            ]
+            assemble([self._reader.rows(rows, blocks) for rows in group.rows], group.ordinal, len(group.rewards))
             for group in lease.groups
         ]
 

@@ -19,8 +19,9 @@ class Clip:
 def clipped_token_loss(logprobs_P: Tensor, behaviour_P: Tensor, advantages_P: Tensor, clip: Clip) -> Tensor:
     """Sum over P generated tokens of -min(r A, clip(r) A), r = exp(logprob - behaviour logprob).
 
-    DAPO (arXiv 2503.14476, clip-higher); dividing by the token count of the whole batch gives its token mean. The
-    behaviour logprobs are those recorded at generation, so one clip covers staleness and engine mismatch.
+    DAPO (arXiv 2503.14476, clip-higher); dividing by the token count of the whole batch gives its token-level loss:
+    every generated token weighs the same, so a rollout weighs as much in several samples as in one. The behaviour
+    logprobs are those recorded at generation, so one clip covers staleness and engine mismatch.
     """
     ratio = torch.exp(logprobs_P - behaviour_P)
     clipped = ratio.clamp(1.0 - clip.low, 1.0 + clip.high)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from itertools import chain
 
 import numpy as np
 import torch
@@ -21,7 +22,7 @@ from gpu.training.advantage import group_normalized, has_signal
 from gpu.training.loss import Clip, clip_fraction, clipped_token_loss
 from gpu.training.messages import Trained
 from gpu.training.optimizer import Optimizer
-from gpu.training.packing import PackedBatch, PackedGroup, collate, micro_batches, pack_group
+from gpu.training.packing import Pack, PackedBatch, collate, micro_batches, pack_group
 from gpu.training.settings import TrainingSettings
 from storage.buffers import NamedBuffer, buffers_digest
 from storage.checkpoint import Capture
@@ -29,6 +30,9 @@ from storage.errors import ArtifactCorrupt, LeaseRefused
 from storage.samples import Sample
 
 _WEIGHTS, _RNG = "weights/", "rng/torch"
+
+Slots = Sequence[Sequence[Sample]]
+"""A group as `storage.samples.assemble` returns it: the samples of each sibling slot, in slot order."""
 
 
 class Trainer:
@@ -51,7 +55,7 @@ class Trainer:
 
     # ------------------------------------------------------------------ the step
 
-    def train(self, step: int, lease: int, expected: str, groups: Sequence[Sequence[Sample]], versions: int) -> Trained:
+    def train(self, step: int, lease: int, expected: str, groups: Sequence[Slots], versions: int) -> Trained:
         """One optimizer step on the groups, in order. `expected` is the digest of the state to start from, empty for
         initial weights; `versions` the version being trained, for staleness metrics. Raises `LeaseRefused`."""
         if self._last is not None and (self._last.step, self._last.lease) == (step, lease):
@@ -77,14 +81,16 @@ class Trainer:
         """Do not answer for the last step again: whoever may have leased it is gone."""
         self._last, self.ahead_of = None, ""
 
-    def _optimize(self, groups: Sequence[Sequence[Sample]]) -> dict[str, float]:
-        packed = [pack_group(group, group_normalized([s.reward for s in group])) for group in self._kept(groups)]
-        tokens = sum(len(group.targets) for group in packed)
+    def _optimize(self, groups: Sequence[Slots]) -> dict[str, float]:
+        """Every sample of a slot is trained with the slot's advantage; the baseline is over slots."""
+        kept = self._kept(groups)
+        packs = [pack for group in kept for pack in pack_group(group, group_normalized(_rewards(group)))]
+        tokens = sum(len(pack.targets) for pack in packs)
         sums = {"loss": 0.0, "clip_fraction": 0.0, "logprob_gap": 0.0}
         if not tokens:
             return {**sums, "grad_norm": 0.0, "trained_groups": 0.0, "trained_tokens": 0.0}
         try:
-            for micro in micro_batches(packed, self._settings.micro_positions):
+            for micro in micro_batches(packs, self._settings.micro_positions):
                 for name, value in self._accumulate(micro, tokens).items():
                     sums[name] += value
             norm = self._optimizer.clip()
@@ -93,14 +99,14 @@ class Trainer:
             raise
         self.clean = False
         self._optimizer.update()
-        return {**sums, "grad_norm": norm, "trained_groups": float(len(packed)), "trained_tokens": float(tokens)}
+        return {**sums, "grad_norm": norm, "trained_groups": float(len(kept)), "trained_tokens": float(tokens)}
 
-    def _kept(self, groups: Sequence[Sequence[Sample]]) -> list[Sequence[Sample]]:
+    def _kept(self, groups: Sequence[Slots]) -> list[Slots]:
         if not self._settings.drop_zero_variance:
             return list(groups)
-        return [group for group in groups if has_signal([sample.reward for sample in group])]
+        return [group for group in groups if has_signal(_rewards(group))]
 
-    def _accumulate(self, micro: list[PackedGroup], tokens: int) -> dict[str, float]:
+    def _accumulate(self, micro: list[Pack], tokens: int) -> dict[str, float]:
         """Gradients of one micro batch, normalised by the token count of the whole batch."""
         batch = collate(micro, self._device)
         logprobs = self._logprobs(batch)
@@ -160,11 +166,18 @@ class Trainer:
         self.forget_last()
 
 
-def _sample_metrics(groups: Sequence[Sequence[Sample]], version: int) -> dict[str, float]:
-    samples = [sample for group in groups for sample in group]
-    rewards = np.array([sample.reward for sample in samples])
-    ages = np.array([version - min(span.number for s in group for span in s.spans) for group in groups])
-    lengths = np.array([int(sample.mask.sum()) for sample in samples])
+def _rewards(group: Slots) -> list[float]:
+    """One for each slot: its samples share it."""
+    return [slot[0].reward for slot in group]
+
+
+def _sample_metrics(groups: Sequence[Slots], version: int) -> dict[str, float]:
+    """Rewards and generated tokens are per rollout, ages per group."""
+    slots = [slot for group in groups for slot in group]
+    rewards = np.array([slot[0].reward for slot in slots])
+    oldest = [min(span.number for sample in chain(*group) for span in sample.spans) for group in groups]
+    ages = version - np.array(oldest)
+    lengths = np.array([sum(int(sample.mask.sum()) for sample in slot) for slot in slots])
     return {
         "reward_mean": float(rewards.mean()),
         "reward_std": float(rewards.std()),
@@ -172,5 +185,5 @@ def _sample_metrics(groups: Sequence[Sequence[Sample]], version: int) -> dict[st
         "staleness_max": float(ages.max()),
         "tokens_mean": float(lengths.mean()),
         "groups": float(len(groups)),
-        "samples": float(len(samples)),
+        "samples": float(sum(len(slot) for slot in slots)),
     }

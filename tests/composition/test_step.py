@@ -38,8 +38,8 @@ def spans(rig: Rig, ordinal: int) -> list[tuple[int, list[VersionSpan]]]:
     ledger = rig.ledger()
     trained = [group for step in ledger.steps.values() for group in step.lease.groups if group.ordinal == ordinal]
     reader = PayloadReader(rig.store, RUN)
-    samples = [assemble(reader.rows(rows, ledger.blocks), ordinal, s) for s, rows in enumerate(trained[0].rows)]
-    return [(sample.attempt, list(sample.spans)) for sample in samples]
+    slots = assemble([reader.rows(rows, ledger.blocks) for rows in trained[0].rows], ordinal, len(trained[0].rows))
+    return [(sample.attempt, list(sample.spans)) for slot in slots for sample in slot]
 
 
 async def first_step(rig: Rig) -> None:

@@ -5,56 +5,18 @@ from __future__ import annotations
 import json
 
 import msgspec
-import numpy as np
 import pytest
 
-from gpu.environments.agent import Agent, AgentState, GenerationAborted
+from gpu.environments.agent import AgentState, GenerationAborted
 from gpu.environments.base import Action, CheckpointMode, Environment, Episode, StepResult
 from gpu.environments.registry import make_environment
-from gpu.generation.engine import Finish, Generated, GenRequest
-from gpu.models.tokenizer import CharTokenizer, Message
-from gpu.rollout.messages import Continuation, Dispatch, Identity
+from gpu.generation.engine import Finish
+from gpu.models.tokenizer import Message
+from gpu.rollout.messages import Continuation, Dispatch
 from storage.errors import ConfigurationRefused, ContinuationInvalid
-from storage.payload import TurnRow, VersionSpan
-from storage.samples import assemble
-
-TOKENIZER = CharTokenizer()
-
-
-class Sink:
-    def __init__(self) -> None:
-        self.turns: list[tuple[int, TurnRow, bytes]] = []
-        self.ended: list[TurnRow] = []
-
-    def turn(self, dispatch: Dispatch, boundary: int, row: TurnRow, state: bytes) -> None:
-        self.turns.append((boundary, row, state))
-
-    def end(self, dispatch: Dispatch, row: TurnRow) -> None:
-        self.ended.append(row)
-
-
-def scripted(*answers: str, finish: Finish = Finish.STOP):
-    """An engine that says the given words, one turn each, and remembers its prompts."""
-    left, prompts = list(answers), []
-
-    async def generate(request: GenRequest) -> Generated:
-        prompts.append(TOKENIZER.decode(request.prompt))
-        ids = TOKENIZER.prompt([Message("assistant", left.pop(0))])
-        if finish is Finish.STOP:
-            ids.append(next(iter(TOKENIZER.stop_ids)))
-        return Generated(request.id, np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32),
-                         (VersionSpan(1, 3, len(ids)),), finish)  # fmt: skip
-
-    generate.prompts = prompts
-    return generate
-
-
-def agent(environment: Environment, generate, sink: Sink) -> Agent:
-    return Agent(environment, TOKENIZER, generate, sink, seed=1, temperature=1.0, position=lambda ordinal: ordinal)
-
-
-def dispatch(group: int = 0, attempt: int = 0, boundary: int = 0, continuation: Continuation | None = None) -> Dispatch:
-    return Dispatch(Identity(group, 0, attempt, 1), 3, boundary, continuation)
+from storage.payload import TurnRow
+from storage.samples import assemble_slot
+from tests.gpu.agents import TOKENIZER, Sink, agent, dispatch, scripted
 
 
 async def test_reversing_is_scored_by_right_places_over_the_longer_text() -> None:
@@ -87,7 +49,7 @@ async def test_guessing_takes_turns_and_rewards_fewer_of_them() -> None:
     assert generate.prompts == ["?", "?h>", "?h>l<"]
     assert sink.ended[0].reward == pytest.approx(0.8)
     assert [boundary for boundary, _, _ in sink.turns] == [0, 1]
-    sample = assemble([*(row for _, row, _ in sink.turns), sink.ended[0]], 9, 0)
+    (sample,) = assemble_slot([*(row for _, row, _ in sink.turns), sink.ended[0]], 9, 0)
     assert TOKENIZER.decode(sample.tokens.tolist()) == "?h>l<j"
     assert sample.mask.tolist() == [0, 1, 0, 1, 0, 1]
 
@@ -112,8 +74,8 @@ async def test_a_rollout_killed_after_any_turn_goes_on_with_the_same_tokens_and_
     await agent(environment, generate, resumed).run(dispatch(9, 1, boundary + 1, continuation), before)
     assert len(generate.prompts) == 5 - cut, "finished turns are not generated again"
     rows = [*before, *(row for _, row, _ in resumed.turns), resumed.ended[0]]
-    joined = assemble(rows, 9, 0)
-    reference = assemble([*(row for _, row, _ in whole.turns), whole.ended[0]], 9, 0)
+    (joined,) = assemble_slot(rows, 9, 0)
+    (reference,) = assemble_slot([*(row for _, row, _ in whole.turns), whole.ended[0]], 9, 0)
     assert joined.tokens.tolist() == reference.tokens.tolist()
     assert joined.mask.tolist() == reference.mask.tolist()
     assert joined.reward == reference.reward
@@ -183,6 +145,7 @@ def test_an_import_path_names_an_environment_and_mistakes_are_the_users() -> Non
         ("no.such.module:X", {}, "No module named"),
         ("gpu.environments.guess:Nothing", {}, "Nothing"),
         ("guess", {"letters": 1}, "2 <= letters"),
+        ("guess", {"compact_every": 0}, "compact_every >= 1"),
         ("guess", {"colour": 1}, "colour"),
         ("gpu.models.tokenizer:CharTokenizer", {}, "makes a CharTokenizer"),
     ):

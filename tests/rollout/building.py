@@ -89,7 +89,7 @@ class Bench:
         return [
             TurnRow(
                 d.identity.group, d.identity.sibling, d.identity.attempt,
-                d.continuation.turn + 1 if d.continuation else 0,
+                d.continuation.turn + 1 if d.continuation else 0, 0,
                 2 * (d.continuation.turn + 1) if d.continuation else 0,
                 np.array([1, 2], np.int32), np.array([0, -0.5], np.float32), np.array([0, 1], np.int8),
                 (VersionSpan(d.identity.incarnation, d.version if version is None else version, 1),), True, reward, "",
@@ -112,7 +112,7 @@ class Bench:
         self.blocks += 1
         row = self.rows([dispatch], 0.0)[0]
         block = encode_block(f"{self.control.ledger.incarnation}-w-{self.blocks}", [row])
-        made = Turn(dispatch.identity, boundary, turn, 0, dispatch.version, b"state")
+        made = Turn(dispatch.identity, boundary, turn, 0, 0, dispatch.version, b"state")
         return Report("w", block.name, block.digest, len(block.data), block.data, (made,), ())
 
     def seal(self, dispatches: list[Dispatch], reward: float = 1.0, version: int | None = None) -> None:

@@ -220,9 +220,10 @@ class Drivers:
         """The batch that the trainer is about to train, from where its rows lie."""
         reader = PayloadReader(self._world.store, RUN, hot.get)
         for group in lease.groups:
-            for sibling, references in enumerate(group.rows):
-                sample = assemble(reader.rows(references, blocks), group.ordinal, sibling)
-                assert sample.reward == group.rewards[sibling]
+            rows = [reader.rows(references, blocks) for references in group.rows]
+            slots = assemble(rows, group.ordinal, self._world.limits.num_siblings)
+            assert [slot[0].reward for slot in slots] == list(group.rewards)
+            assert [len(slot) for slot in slots] == list(group.samples)
 
     def _check_lease(self, control: RolloutControl, grant: Grant) -> None:
         assert control.admission.is_open or grant.lease.lease in self._issued, "no lease while a hold is up"

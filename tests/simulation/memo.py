@@ -32,8 +32,8 @@ _written: dict[tuple[Any, ...], tuple[bytes, str]] = {}
 def encode_block(name: str, rows: Sequence[TurnRow]) -> Encoded:
     """`storage.payload.encode_block`; the bytes do not depend on the name."""
     key = tuple(
-        (row.group, row.sibling, row.attempt, row.turn, row.start, row.spans, row.done, row.reward, row.record,
-         row.tokens.tobytes(), row.logprobs.tobytes(), row.mask.tobytes())
+        (row.group, row.sibling, row.attempt, row.turn, row.sample, row.start, row.spans, row.done, row.reward,
+         row.record, row.tokens.tobytes(), row.logprobs.tobytes(), row.mask.tobytes())
         for row in rows
     )  # fmt: skip
     found = _encoded.get(key)

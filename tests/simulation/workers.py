@@ -27,6 +27,7 @@ class Running:
 
     dispatch: Dispatch
     turn: int = 0
+    sample: int = 0
     position: int = 0
     boundary: int = 0
 
@@ -91,18 +92,22 @@ class Workers:
             rows.append(self._row(run, version, done=done))
             if done:
                 running.remove(run)
-                ended.append(Ended(run.dispatch.identity, Outcome.SEALED, len(rows) - 1, 1, version, rows[-1].reward))
+                ended.append(Ended(run.dispatch.identity, Outcome.SEALED, len(rows) - 1, 1, version, rows[-1].reward,
+                                   samples=run.sample + 1))  # fmt: skip
                 continue
-            state = str(run.position + 2).encode()
-            turns.append(Turn(run.dispatch.identity, run.boundary, run.turn, len(rows) - 1, version, state))
+            before, sample = run.turn, run.sample
             run.turn, run.position, run.boundary = run.turn + 1, run.position + 2, run.boundary + 1
+            if (run.dispatch.identity.group + before) % 3 == 0:
+                run.sample, run.position = sample + 1, 0
+            state = f"{run.sample} {run.position}".encode()
+            turns.append(Turn(run.dispatch.identity, run.boundary - 1, before, sample, len(rows) - 1, version, state))
         return self._report(name, rows, turns, ended)
 
     def _row(self, run: Running, version: int, *, done: bool) -> TurnRow:
         identity = run.dispatch.identity
         reward = float(self._world.rng.random() < 0.5)
         span = VersionSpan(identity.incarnation, version, 1)
-        return TurnRow(identity.group, identity.sibling, identity.attempt, run.turn, run.position,
+        return TurnRow(identity.group, identity.sibling, identity.attempt, run.turn, run.sample, run.position,
                        TOKENS, LOGPROBS, MASK, (span,), done, reward, "")  # fmt: skip
 
     def _report(self, name: str, rows: list[TurnRow], turns: list[Turn], ended: list[Ended]) -> Report:
@@ -164,5 +169,5 @@ def _start(dispatch: Dispatch) -> Running:
     run = Running(dispatch, boundary=dispatch.boundary)
     if dispatch.continuation is not None:
         run.turn = dispatch.continuation.turn + 1
-        run.position = int(dispatch.continuation.state)
+        run.sample, run.position = map(int, dispatch.continuation.state.split())
     return run

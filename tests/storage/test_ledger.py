@@ -28,7 +28,8 @@ def mint(group: int = 0, siblings: tuple[int, ...] = (0, 1), attempt: int = 0, b
 
 def seal(group: int = 0, siblings: tuple[int, ...] = (0, 1), attempt: int = 0, **changes: object) -> Record:
     n = len(siblings)
-    made = schema.Sealed("b", (group,) * n, siblings, (attempt,) * n, tuple(range(n)), (1,) * n, (0,) * n, (1.0,) * n)
+    made = schema.Sealed("b", (group,) * n, siblings, (attempt,) * n, tuple(range(n)), (1,) * n, (1,) * n,
+                         (0,) * n, (1.0,) * n)  # fmt: skip
     return schema.msgspec.structs.replace(made, **changes)
 
 

@@ -1,4 +1,4 @@
-"""Token rows, their assembly, and content-addressed checkpoints."""
+"""Token rows and content-addressed checkpoints."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from storage import checkpoint
+from storage import checkpoint, payload
 from storage.buffers import NamedBuffer, buffers_digest, from_safetensors, to_safetensors
 from storage.checkpoint import Capture, check_objects, read_buffers, read_manifest, write_checkpoint
 from storage.errors import ArtifactCorrupt, ReferenceInvalid, RestoreRefused, SchemaUnsupported
@@ -19,25 +19,36 @@ from storage.payload import TurnRow, VersionSpan, decode_block, encode_block
 from storage.reader import PayloadReader
 from storage.restore import RestorePlan, load_base
 from storage.runs import RunPaths
-from storage.samples import assemble
 from storage.schema import CheckpointPublished
 
 
 def row(turn: int = 0, start: int = 0, done: bool = True, **changes: object) -> TurnRow:
     made = TurnRow(
-        4, 1, 0, turn, start, np.array([5, 6, 7], np.int32), np.array([0, -0.5, -0.25], np.float32),
+        4, 1, 0, turn, 0, start, np.array([5, 6, 7], np.int32), np.array([0, -0.5, -0.25], np.float32),
         np.array([0, 1, 1], np.int8), (VersionSpan(1, 3, 1), VersionSpan(1, 4, 2)), done, 0.5, '{"text":"ü"}',
     )  # fmt: skip
     return replace(made, **changes)  # type: ignore[arg-type]
 
 
 def test_rows_read_back_exactly() -> None:
-    rows = [row(), row(turn=1, start=3), row(spans=(), mask=np.zeros(3, np.int8), tokens=np.array([1, 2, 3], np.int32))]
+    rows = [
+        row(),
+        row(turn=1, start=3),
+        row(sample=2, spans=(), mask=np.zeros(3, np.int8), tokens=np.array([1, 2, 3], np.int32)),
+    ]
     block = encode_block("1-w-1", rows)
     back = decode_block(block.data, block.digest, "x")
     for a, b in zip(rows, back, strict=True):
         for name in TurnRow.__slots__:
             np.testing.assert_array_equal(getattr(a, name), getattr(b, name), err_msg=name)
+
+
+def test_a_block_of_other_columns_is_refused_and_never_guessed(monkeypatch: pytest.MonkeyPatch) -> None:
+    block = encode_block("1-w-1", [row()])
+    assert b"tidegate-payload 1 " in block.data
+    monkeypatch.setattr(payload, "FORMAT", b"tidegate-payload 1 0123456789abcdef")
+    with pytest.raises(SchemaUnsupported, match="0123456789abcdef"):
+        decode_block(block.data, block.digest, "x")
 
 
 def test_an_altered_block_is_corrupt() -> None:
@@ -48,38 +59,6 @@ def test_an_altered_block_is_corrupt() -> None:
         altered[position] ^= 1 << dice.randrange(8)
         with pytest.raises(ArtifactCorrupt):
             decode_block(bytes(altered), block.digest, "x")
-
-
-def test_turns_join_into_one_sample() -> None:
-    sample = assemble([row(done=False), row(turn=1, start=3, attempt=1, spans=(VersionSpan(2, 4, 2),))], 4, 1)
-    assert sample.tokens.tolist() == [5, 6, 7, 5, 6, 7]
-    assert sample.mask.tolist() == [0, 1, 1, 0, 1, 1]
-    assert sample.spans == (VersionSpan(1, 3, 1), VersionSpan(1, 4, 2), VersionSpan(2, 4, 4))
-    assert (sample.attempt, sample.reward) == (1, 0.5)
-
-
-@pytest.mark.parametrize(
-    ("rows", "code"),
-    [
-        ([], "missing"),
-        ([row(done=False)], "missing"),
-        ([row(), row(turn=1, start=3)], "missing"),
-        ([row(done=False), row(turn=2, start=3)], "gap"),
-        ([row(done=False), row(turn=0, start=3)], "overlap"),
-        ([row(done=False), row(turn=1, start=2)], "prefix"),
-        ([row(group=5)], "conflict"),
-        ([row(sibling=0)], "conflict"),
-        ([row(done=False, attempt=2), row(turn=1, start=3, attempt=1)], "conflict"),
-        ([row(logprobs=np.zeros(2, np.float32))], "row_digest"),
-        ([row(spans=(VersionSpan(1, 3, 1),))], "span"),
-        ([row(spans=(VersionSpan(1, 4, 1), VersionSpan(1, 3, 2)))], "span"),
-        ([row(spans=(VersionSpan(1, 3, 2), VersionSpan(1, 4, 2)))], "span"),
-    ],
-)
-def test_rows_that_do_not_belong_together_are_refused_with_a_code(rows: list[TurnRow], code: str) -> None:
-    with pytest.raises(ReferenceInvalid) as caught:
-        assemble(rows, 4, 1)
-    assert caught.value.code == code
 
 
 def test_a_reader_prefers_hot_copies_and_names_missing_rows_and_blocks() -> None:

@@ -1,0 +1,70 @@
+"""Small parts for tests of the agent loop: a sink that keeps everything, and engines that answer at once."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from gpu.environments.agent import Agent, Generate
+from gpu.environments.base import Environment
+from gpu.generation.engine import Cached, Finish, Generated, GenRequest, Version
+from gpu.generation.fake_engine import FakeEngine
+from gpu.models.tokenizer import CharTokenizer, Message
+from gpu.rollout.messages import Continuation, Dispatch, Identity
+from storage.payload import TurnRow, VersionSpan
+
+TOKENIZER = CharTokenizer()
+
+
+class Sink:
+    def __init__(self) -> None:
+        self.turns: list[tuple[int, TurnRow, bytes]] = []
+        self.ended: list[TurnRow] = []
+
+    def turn(self, dispatch: Dispatch, boundary: int, row: TurnRow, state: bytes) -> None:
+        self.turns.append((boundary, row, state))
+
+    def end(self, dispatch: Dispatch, row: TurnRow) -> None:
+        self.ended.append(row)
+
+    @property
+    def rows(self) -> list[TurnRow]:
+        return [*(row for _, row, _ in self.turns), *self.ended]
+
+
+def scripted(*answers: str, finish: Finish = Finish.STOP):
+    """An engine that says the given words, one turn each, and remembers its prompts."""
+    left, prompts = list(answers), []
+
+    async def generate(request: GenRequest) -> Generated:
+        prompts.append(TOKENIZER.decode(request.prompt))
+        ids = TOKENIZER.prompt([Message("assistant", left.pop(0))])
+        if finish is Finish.STOP:
+            ids.append(next(iter(TOKENIZER.stop_ids)))
+        return Generated(request.id, np.array(ids, np.int32), np.full(len(ids), -0.5, np.float32),
+                         (VersionSpan(1, 3, len(ids)),), finish)  # fmt: skip
+
+    generate.prompts = prompts
+    return generate
+
+
+def agent(environment: Environment, generate, sink: Sink) -> Agent:
+    return Agent(environment, TOKENIZER, generate, sink, seed=1, temperature=1.0, position=lambda ordinal: ordinal)
+
+
+def dispatch(group: int = 0, attempt: int = 0, boundary: int = 0, continuation: Continuation | None = None) -> Dispatch:
+    return Dispatch(Identity(group, 0, attempt, 1), 3, boundary, continuation)
+
+
+def faked(version: int = 3) -> Generate:
+    """The fake engine, whose tokens depend on the rollout and the turn alone; it never ends a turn itself."""
+    engine = FakeEngine(tokens=99, vocabulary=28, by_rollout=True)
+    engine.update(Version(1, version), {}, Cached.KEEP)
+
+    async def generate(request: GenRequest) -> Generated:
+        engine.add(request)
+        ended: list[Generated] = []
+        while not ended:
+            ended = engine.step()
+        return ended[0]
+
+    return generate
