@@ -10,10 +10,11 @@ from gpu.rollout.messages import Dispatch, Ended, Grant, Outcome, Report, Turn
 from gpu.rollout.results import GroupFilter, keep_all
 from storage.clock import VirtualClock
 from storage.filesystem import Store
-from storage.journal import JournalWriter, claim, store_frozen
+from storage.journal import JournalWriter, claim, read_journal, store_frozen
 from storage.memory import MemoryStore
 from storage.payload import TurnRow, VersionSpan, encode_block
 from storage.runs import create_run, make_run
+from storage.schema import AttemptAbandoned
 
 RUN = "r"
 
@@ -122,6 +123,12 @@ class Bench:
 
     def fail(self, dispatch: Dispatch, outcome: Outcome = Outcome.FAILED) -> None:
         self.control.report(Report("w", "", "", 0, None, (), (Ended(dispatch.identity, outcome, detail="boom"),)))
+
+    def abandoned(self) -> list[AttemptAbandoned]:
+        """The attempts that ended without a result, as the journal says."""
+        self.flush()
+        records = [row.record for segment in read_journal(self.store, RUN) for row in segment.rows]
+        return [record for record in records if isinstance(record, AttemptAbandoned)]
 
     def train(self) -> tuple[int, ...]:
         """One whole step; returns its groups."""
