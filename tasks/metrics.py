@@ -4,23 +4,28 @@ The events of some steps become one immutable object, named by its last step: no
 will do. What a driver that died had not written comes from the journal, where each step's metrics are anyway.
 """
 
+# pyright: reportAttributeAccessIssue=false, reportUnknownVariableType=false, reportUnknownMemberType=false
+# (protobuf makes its classes at import)
+
 from __future__ import annotations
 
 import asyncio
+import io
 import logging
-import tempfile
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from tensorboardX import SummaryWriter
+from tensorboard.compat.proto.event_pb2 import Event
+from tensorboard.compat.proto.summary_pb2 import Summary
+from tensorboard.summary.writer.record_writer import RecordWriter
 
 from storage.errors import TidegateError
 from storage.filesystem import Store
 from storage.inspection import steps as committed_steps
 from storage.runs import RunPaths
 
+FILE_VERSION = "brain.Event:2"
 EVERY_S = 30.0
 KEPT = 10_000
 """Points that are kept for a store that is away; older ones come from the journal at the next start."""
@@ -39,14 +44,15 @@ class Point(NamedTuple):
 
 def event_file(points: list[Point]) -> bytes:
     """A TensorBoard event file with these points."""
-    with tempfile.TemporaryDirectory(prefix="tidegate-events-") as folder:
-        writer = SummaryWriter(folder, write_to_disk=True)
-        for point in points:
-            for name, value in point.values.items():
-                writer.add_scalar(name, value, point.step, point.time)
-        writer.close()
-        (made,) = Path(folder).iterdir()
-        return made.read_bytes()
+    out = io.BytesIO()
+    writer = RecordWriter(out)
+    writer.write(Event(wall_time=points[0].time, file_version=FILE_VERSION).SerializeToString())
+    for point in points:
+        values = [Summary.Value(tag=name, simple_value=value) for name, value in point.values.items()]
+        event = Event(wall_time=point.time, step=point.step, summary=Summary(value=values))
+        writer.write(event.SerializeToString())
+    writer.flush()
+    return out.getvalue()
 
 
 def last_written(store: Store, run: str) -> int:

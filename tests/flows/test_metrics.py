@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
-from tensorboardX.proto import event_pb2
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.compat.proto.event_pb2 import Event
 
 from storage.errors import StoreUnavailable
 from storage.filesystem import Bytes, Store
@@ -20,7 +23,7 @@ def scalars(data: bytes) -> list[tuple[int, str, float]]:
     found: list[tuple[int, str, float]] = []
     while data:
         size = int.from_bytes(data[:8], "little")
-        event = event_pb2.Event.FromString(data[12 : 12 + size])
+        event = Event.FromString(data[12 : 12 + size])
         found += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
         data = data[16 + size :]
     return found
@@ -37,6 +40,18 @@ class Figures:
 
 def log(store: Store, driver: str = "000001-000001") -> MetricsLog:
     return MetricsLog(store, RUN, driver, Figures())
+
+
+def test_tensorboard_reads_a_runs_files_as_one_curve(tmp_path: Path) -> None:
+    for driver, steps in (("000001-000001", (1, 2)), ("000002-000001", (3,))):
+        data = event_file([Point(step, 10.0 + step, {"train/loss": 1.0 / step}) for step in steps])
+        (tmp_path / f"events.out.tfevents.{steps[-1]:010d}.{driver}").write_bytes(data)
+    curves = EventAccumulator(str(tmp_path)).Reload()
+    assert [(point.step, point.wall_time) for point in curves.Scalars("train/loss")] == [
+        (1, 11.0),
+        (2, 12.0),
+        (3, 13.0),
+    ]
 
 
 def test_an_event_file_holds_its_points() -> None:
