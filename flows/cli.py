@@ -5,7 +5,7 @@
                          [--take-over]                              also when another flow run drives it (train as well)
     tidegate status  RUN                                            what a live run waits for; else where storage stands
     tidegate verify  RUN                                            prove the run from storage alone
-    tidegate inspect RUN [--step N | --group N]                     look into storage
+    tidegate inspect RUN [--step N | --group N | --evaluations]     look into storage
     tidegate quarantine list RUN                                    groups that spent their attempts, and why
     tidegate quarantine release RUN GROUP...                        give them another budget
 
@@ -81,6 +81,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect = add("inspect", _inspect, "look into a run's storage")
     inspect.add_argument("--step", type=int, help="one committed step")
     inspect.add_argument("--group", type=int, help="the whole history of one group")
+    inspect.add_argument("--evaluations", action="store_true", help="every evaluation result")
     add_quarantine(commands)
     return parser
 
@@ -180,12 +181,15 @@ def _inspect(parsed: argparse.Namespace) -> int:
     store = open_reached(parsed.storage)
     if parsed.group is not None:
         found: Any = inspection.group_history(store, parsed.name, parsed.group)
+    elif parsed.evaluations:
+        found = inspection.evaluations(store, parsed.name)
     elif parsed.step is not None:
         found = next((step for step in inspection.steps(store, parsed.name) if step["step"] == parsed.step), None)
     else:
         found = inspection.summary(store, parsed.name)
     if not found:
         what = f"group {parsed.group}" if parsed.group is not None else f"step {parsed.step}"
+        what = "evaluation" if parsed.evaluations else what
         raise UnknownRun(
             f"no {what} in run {parsed.name!r}", expected="something that happened", action="see `tidegate inspect RUN`"
         )

@@ -15,11 +15,23 @@ from pydantic import BaseModel, ConfigDict, Field
 from gpu.fleet import FleetSettings
 from gpu.generation.engine import Cached
 from gpu.models.config import ModelSpec, find, load_config
+from gpu.rollout.capabilities import check_trainable
 from gpu.rollout.committer import FlushSettings
 from gpu.rollout.drain import Drain, DrainAction, DrainPolicy
+from gpu.rollout.evaluation import check_suites
 from gpu.rollout.limits import Limits, Order, Submission, check_group_bytes, check_limits
 from gpu.rollout.manager import ManagerSettings
-from gpu.spec import EngineSpec, Filter, ProcessSpec, RunSpec, SourceSpec, StepSpec, WorkerSpec
+from gpu.spec import (
+    EngineSpec,
+    EvaluationSpec,
+    Filter,
+    ProcessSpec,
+    RunSpec,
+    SourceSpec,
+    StepSpec,
+    SuiteSpec,
+    WorkerSpec,
+)
 from gpu.training.settings import OptimizerSettings, TrainingSettings
 from storage.errors import ConfigurationRefused
 from storage.opening import open_store
@@ -86,13 +98,18 @@ class RolloutConfig(Part):
     order: Literal["fifo", "lifo"] = Field(
         default="fifo", description="Completion order, or newest first, within the bound"
     )
-    executing: Positive = Field(
-        default=1024, title="Executing (E)", description="Live rollouts (sample) or groups (group)"
+    executing: Positive | None = Field(
+        default=1024,
+        title="Executing (E)",
+        description="Live rollouts (sample) or groups (group), of training and evaluation together."
+        " E, P and R null is plain mode, in which nothing is owned and a run cannot train",
     )
-    completed: Positive = Field(
+    completed: Positive | None = Field(
         default=128, title="Completed (P)", description="Groups from first dispatch to settlement"
     )
-    retained: Positive = Field(default=128, title="Retained (R)", description="Groups from reservation to settlement")
+    retained: Positive | None = Field(
+        default=128, title="Retained (R)", description="Groups from reservation to settlement"
+    )
     hot_bytes: Positive = Field(
         default=512 << 20, description="Payload bytes kept in memory; more is read from storage"
     )
@@ -163,6 +180,33 @@ class TrainingConfig(Part):
     threads: Positive = Field(default=1, description="Compute threads of the trainer")
 
 
+class SuiteConfig(Part):
+    name: Annotated[str, Field(min_length=1)] = Field(description="Of its results")
+    environment: str = Field(description="As environment.name; its rewards are what is measured")
+    options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment")
+    tasks: Positive | None = Field(default=None, description="The first so many tasks; null: all")
+    samples: Positive = Field(default=1, title="Samples (k)", description="Rollouts per task; pass@1 to pass@k")
+    temperature: Annotated[float, Field(ge=0)] = Field(default=1.0, description="Of sampling; 0 is greedy")
+    threshold: float = Field(default=0.0, description="A sample succeeds when its reward is above this")
+
+
+class EvaluationConfig(Part):
+    """Suites that are measured beside training; they use at most half of rollout.executing."""
+
+    every: Positive | None = Field(
+        default=None, description="Steps between evaluations, and once more at the end of the run; null: never"
+    )
+    deadline: Annotated[float, Field(ge=0)] = Field(
+        default=60.0,
+        description="How long new weights wait for the evaluation of the old ones; later results are `mixed`",
+    )
+    end_deadline: Seconds = Field(
+        default=1800.0,
+        description="How long the end of the run waits for evaluations; samples that are not finished count as failed",
+    )
+    suites: tuple[SuiteConfig, ...] = Field(default=(), description="What is measured, each with a name of its own")
+
+
 class CheckpointConfig(Part):
     every: Positive = Field(default=20, description="Steps between checkpoints")
     max_unsaved: Positive = Field(
@@ -210,6 +254,7 @@ class RunConfig(Part):
     rollout: RolloutConfig = RolloutConfig()
     generation: GenerationConfig = GenerationConfig()
     training: TrainingConfig = TrainingConfig()
+    evaluation: EvaluationConfig = EvaluationConfig()
     drain: DrainConfig = DrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
     storage: StorageConfig = StorageConfig()
@@ -217,16 +262,20 @@ class RunConfig(Part):
     flow: FlowConfig = FlowConfig()
 
     def limits(self) -> Limits:
+        """Raises `ConfigurationRefused` for plain mode, which has none."""
         one, storage = self.rollout, self.storage
+        source = self._source()
+        capabilities = source.stream(source.environment_of()).capabilities
+        executing, retained, completed = check_trainable(capabilities, one.executing, one.retained, one.completed)
         return Limits(
             num_siblings=one.siblings,
             batch=one.batch,
             staleness=one.staleness,
             submission=Submission(one.submission),
             order=Order(one.order),
-            max_executing=one.executing,
-            max_retained=one.retained,
-            max_completed=one.completed,
+            max_executing=executing,
+            max_retained=retained,
+            max_completed=completed,
             max_hot_bytes=one.hot_bytes,
             eviction_cap=one.eviction_cap,
             prefetch=one.prefetch,
@@ -246,6 +295,7 @@ class RunConfig(Part):
         limits = self.limits()
         warnings = check_limits(limits)
         Filter(self.rollout.filter).function()
+        self._check_evaluation(limits)
         environment = self._source().environment_of()
         tokens = min(self.generation.max_length, environment.max_new_tokens) * environment.max_turns
         check_group_bytes(limits, self.rollout.siblings * (BYTES_PER_ROLLOUT + BYTES_PER_TOKEN * tokens))
@@ -273,6 +323,33 @@ class RunConfig(Part):
                 code="deadlock",
             )
         return warnings
+
+    def _check_evaluation(self, limits: Limits) -> None:
+        one = self._evaluation_spec()
+        names = [suite.name for suite in one.suites]
+        if len(set(names)) != len(names) or (one.every is not None and not names):
+            raise ConfigurationRefused(
+                f"evaluation.suites named {names} with evaluation.every = {one.every}",
+                expected="suites with distinct names, at least one when there is something to evaluate",
+                action="name the suites apart, add one, or set evaluation.every to null",
+            )
+        check_suites(limits, [suite.suite() for suite in one.suites])
+
+    def _evaluation_spec(self) -> EvaluationSpec:
+        one = self.evaluation
+        suites = [
+            SuiteSpec(
+                suite.name,
+                suite.environment,
+                suite.options,
+                suite.tasks,
+                suite.samples,
+                suite.temperature,
+                suite.threshold,
+            )
+            for suite in one.suites
+        ]
+        return EvaluationSpec(one.every, one.deadline, one.end_deadline, tuple(suites))
 
     def _model(self) -> ModelSpec:
         return ModelSpec(self.model.name, self.seed, self.model.cache)
@@ -346,6 +423,7 @@ class RunConfig(Part):
             training=one._training_settings(),
             trainer=ProcessSpec(one.training.cpus, one.training.gpus, one.training.device, one.training.threads),
             steps=one._step_spec(),
+            evaluation=one._evaluation_spec(),
             fingerprints=self.fingerprints(),
             settings=one.model_dump(mode="json"),
         )

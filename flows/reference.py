@@ -49,6 +49,10 @@ def _sections() -> Iterator[str]:
         section = _section(field)
         if section:
             yield f"\n## {name}\n\n" + _table(f"{name}.", section.model_fields)
+            for inner, listed in section.model_fields.items():
+                part = _listed(listed.annotation)
+                if part:
+                    yield "\n" + _table(f"{name}.{inner}[].", part.model_fields)
 
 
 def _section(field: FieldInfo) -> type[BaseModel] | None:
@@ -56,11 +60,18 @@ def _section(field: FieldInfo) -> type[BaseModel] | None:
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
 
+def _listed(kind: Any) -> type[BaseModel] | None:
+    """The section of which a field holds a list."""
+    first = next(iter(typing.get_args(kind)), None)
+    listed = typing.get_origin(kind) is tuple and isinstance(first, type) and issubclass(first, BaseModel)
+    return first if listed else None
+
+
 def _table(prefix: str, fields: dict[str, FieldInfo]) -> str:
     rows: list[str] = []
     for name, field in fields.items():
-        default = json.dumps(field.get_default(call_default_factory=True))
-        rows.append(f"| `{prefix}{name}` | {_kind(field.annotation)} | `{default}` | {_about(field)} |\n")
+        default = "" if field.is_required() else f"`{json.dumps(field.get_default(call_default_factory=True))}`"
+        rows.append(f"| `{prefix}{name}` | {_kind(field.annotation)} | {default} | {_about(field)} |\n")
     return "| setting | values | default | |\n| --- | --- | --- | --- |\n" + "".join(rows)
 
 
@@ -75,6 +86,8 @@ def _kind(kind: Any) -> str:
         return _kind(arguments[0])
     if origin is typing.Literal:
         return ", ".join(f"`{value}`" for value in arguments)
+    if origin is tuple:
+        return f"list of {_kind(arguments[0])}s"
     if origin in (typing.Union, types.UnionType):
         return " or ".join("null" if one is type(None) else _kind(one) for one in arguments)
     names = {int: "integer", float: "number", str: "text", bool: "true, false"}

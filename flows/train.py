@@ -27,6 +27,7 @@ from storage.inspection import steps as committed_steps
 from storage.opening import open_store
 from tasks.admission import hold_admission, release_admission
 from tasks.drain import drain_rollouts
+from tasks.evaluate import await_evaluations, end_evaluations, evaluates, evaluations_delay, start_evaluations
 from tasks.metrics import MetricsLog
 from tasks.optimize import lease_batch, prefetch_batch, train_batch
 from tasks.publish import check_saved, finish_upload, publish_checkpoint, unsaved
@@ -42,7 +43,7 @@ DEFAULTS = RunConfig()
 
 @dataclass(frozen=True, slots=True)
 class Phases:
-    """The phases of a step, in order; each takes the step's number."""
+    """The phases of a step, in order, and those of evaluation; each takes the step's number."""
 
     lease_batch: Phase
     train_batch: Phase
@@ -51,10 +52,22 @@ class Phases:
     update_weights: Phase
     publish_checkpoint: Phase
     release_admission: Phase
+    start_evaluations: Phase
+    await_evaluations: Phase
+    end_evaluations: Phase
 
 
 TASKS = Phases(
-    lease_batch, train_batch, hold_admission, drain_rollouts, update_weights, publish_checkpoint, release_admission
+    lease_batch,
+    train_batch,
+    hold_admission,
+    drain_rollouts,
+    update_weights,
+    publish_checkpoint,
+    release_admission,
+    start_evaluations,
+    await_evaluations,
+    end_evaluations,
 )
 
 
@@ -76,7 +89,10 @@ async def training_step(phases: Phases, step: int) -> bool:
 
 
 async def update(phases: Phases, step: int, *, save: bool) -> None:
-    """Bring the weights after `step` to the engines under a hold, which is released whatever happens."""
+    """Bring the weights after `step` to the engines under a hold, which is released whatever happens. Before it,
+    evaluations of the weights so far may end; after it, those of the new ones begin. Nothing else waits for them."""
+    if await evaluations_delay(step):
+        await phases.await_evaluations(step)
     await phases.hold_admission(step)
     try:
         await phases.drain_rollouts(step)
@@ -85,6 +101,15 @@ async def update(phases: Phases, step: int, *, save: bool) -> None:
             await phases.publish_checkpoint(step)
     finally:
         await phases.release_admission(step)
+    if evaluates(step):
+        await phases.start_evaluations(step)
+
+
+async def evaluate_last(phases: Phases, step: int) -> None:
+    """The weights after the last step are evaluated whatever its number, and the run ends with every result."""
+    if evaluates(step, last=True):
+        await phases.start_evaluations(step)
+        await phases.end_evaluations(step)
 
 
 async def save_last(phases: Phases, step: int) -> None:
@@ -191,6 +216,8 @@ async def drive(spec: RunSpec, opened: Opened, chunk: int) -> dict[str, Any]:
         await update(TASKS, step, save=False)
     step, reason = await every_step(step, total, chunk, progress)
     await save_last(TASKS, step)
+    await evaluate_last(TASKS, step)
+    progress.evaluations(session())
     await finish_run(reason)
     await progress.curves.flush()
     return {"run": spec.run, "finished": reason, "steps": step}
@@ -218,7 +245,7 @@ async def one_step(step: int, progress: Progress) -> int:
     """A step whose phases are tasks of their own; returns the last committed step."""
     if not await training_step(TASKS, step):
         return step - 1
-    await progress.step(step, session().history[-1], last=step == session().spec.steps.num_steps)
+    await progress.step(step, session(), last=step == session().spec.steps.num_steps)
     return step
 
 
@@ -229,5 +256,5 @@ async def train_steps(first: int, last: int, progress: Progress) -> int:
     for step in range(first, last + 1):
         if not await training_step(phases, step):
             return step - 1
-        await progress.step(step, session().history[-1], last=step == session().spec.steps.num_steps)
+        await progress.step(step, session(), last=step == session().spec.steps.num_steps)
     return last

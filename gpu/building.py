@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from gpu.environments.agent import Agent, Generate, RolloutSink
 from gpu.generation.client import EngineCalls
+from gpu.generation.suites import MakeAgent
 from gpu.generation.worker import ManagerCalls, RolloutWorker
 from gpu.models.config import find, load_config, load_tokenizer
+from gpu.rollout.source import suite_seed
 from gpu.spec import ProcessSpec, RunSpec
 from storage.errors import ResourceUnavailable
 from storage.filesystem import Store
@@ -19,6 +22,7 @@ if TYPE_CHECKING:
     import torch
 
     from gpu.generation.server import EngineServer
+    from gpu.models.tokenizer import Tokenizer
     from gpu.training.trainer import Trainer
 
 
@@ -79,18 +83,37 @@ def build_worker(
 ) -> RolloutWorker:
     seed_process(spec.source.seed)
     environment = spec.source.environment_of()
-    stream = spec.source.stream(environment)
+    stream, tokenizer = spec.source.stream(environment), load_tokenizer(spec.model)
     return RolloutWorker(
         name,
         incarnation,
         manager,
         engines,
         environment,
-        load_tokenizer(spec.model),
+        tokenizer,
         store,
         spec.run,
         seed=spec.source.seed,
         temperature=spec.engine.temperature,
         position=lambda ordinal: stream.position(ordinal).row,
         concurrency=spec.worker.concurrency,
+        suites=lambda generate: _suite_agents(spec, tokenizer, generate),
     )
+
+
+def _suite_agents(spec: RunSpec, tokenizer: Tokenizer, generate: Generate) -> MakeAgent:
+    suites = {suite.name: suite for suite in spec.evaluation.suites}
+
+    def make(name: str, sink: RolloutSink) -> Agent:
+        suite = suites[name]
+        return Agent(
+            suite.environment_of(),
+            tokenizer,
+            generate,
+            sink,
+            seed=suite_seed(spec.source.seed, name),
+            temperature=suite.temperature,
+            position=lambda index: index,
+        )
+
+    return make

@@ -103,4 +103,5 @@ def claim_manager(store: Store, spec: RunSpec, clock: Clock, owner: str, reason:
         group_filter=spec.filter.function(),
         judged_outside=spec.filter.outside,
         recipe=Recipe(environment.recovery or spec.recovery, recipe_fingerprint(environment)),
+        suites=[suite.suite() for suite in spec.evaluation.suites],
     )

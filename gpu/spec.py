@@ -14,6 +14,7 @@ from gpu.fleet import FleetSettings
 from gpu.generation.engine import Cached
 from gpu.models.config import ModelSpec
 from gpu.rollout.drain import DrainPolicy
+from gpu.rollout.evaluation import Suite
 from gpu.rollout.limits import Limits
 from gpu.rollout.manager import ManagerSettings
 from gpu.rollout.results import GroupFilter, keep_all, zero_variance
@@ -43,6 +44,45 @@ class SourceSpec:
         environment = self.environment_of()
         rows = (environment.task(index) for index in range(len(environment)))
         return self.stream(environment).fingerprint(rows)
+
+
+@dataclass(frozen=True, slots=True)
+class SuiteSpec:
+    """An evaluation suite: the first `tasks` tasks of an environment (None: all), `samples` rollouts each, which
+    succeed above the reward `threshold`."""
+
+    name: str
+    environment: str
+    options: Mapping[str, object]
+    tasks: int | None
+    samples: int
+    temperature: float
+    threshold: float
+
+    def environment_of(self) -> Environment:
+        return make_environment(self.environment, self.options)
+
+    def suite(self) -> Suite:
+        """Raises `ConfigurationRefused`."""
+        size = len(self.environment_of())
+        if self.tasks is not None and self.tasks > size:
+            raise ConfigurationRefused(
+                f"suite {self.name!r} takes {self.tasks} tasks of environment {self.environment!r}, which has {size}",
+                expected=f"at most {size}, or null for all",
+                action="lower the suite's tasks, or change the environment's options",
+            )
+        return Suite(self.name, size if self.tasks is None else self.tasks, self.samples, self.threshold)
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluationSpec:
+    """Every `every` steps and after the last one; None is never. An activation waits at most `deadline_s` seconds for
+    evaluations, the end of the run `end_s`."""
+
+    every: int | None
+    deadline_s: float
+    end_s: float
+    suites: tuple[SuiteSpec, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,5 +188,6 @@ class RunSpec:
     training: TrainingSettings
     trainer: ProcessSpec
     steps: StepSpec
+    evaluation: EvaluationSpec
     fingerprints: Mapping[str, str]
     settings: Mapping[str, object]

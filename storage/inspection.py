@@ -32,9 +32,20 @@ def summary(store: Store, run: str) -> dict[str, Any]:
         "quarantined": {ordinal: found.reason for ordinal, found in ledger.quarantined.items()},
         "unsettled": ledger.state_counts(), "open_lease": ledger.lease.lease if ledger.lease else None,
         "checkpoints": [record.step for record in ledger.checkpoints], "segments": segments,
+        "evaluations": {"done": len(ledger.evaluated), "due": [f"{suite} at {step}" for suite, step in ledger.due]},
         "seconds": ended - started, "siblings": info.num_siblings, "staleness": info.staleness,
         "counts": dict(sorted(ledger.counts.items())),
     }  # fmt: skip
+
+
+def evaluations(store: Store, run: str) -> list[dict[str, Any]]:
+    """One entry per evaluation result, in the order of recording."""
+    open_run(store, run)
+    return [
+        {"time": row.time, **msgspec.to_builtins(row.record)}
+        for row in _rows(store, run)
+        if isinstance(row.record, schema.EvaluationDone)
+    ]
 
 
 def steps(store: Store, run: str) -> list[dict[str, Any]]:

@@ -212,6 +212,10 @@ class Ledger:
     """Attempts that are live."""
     totals: Counter[GroupState] = field(default_factory=lambda: Counter[GroupState]())
     """Unsettled groups by state."""
+    due: dict[tuple[str, int], None] = field(default_factory=lambda: {})
+    """Evaluations (suite, step) without a result yet."""
+    evaluated: set[tuple[str, int]] = field(default_factory=lambda: set())
+    """Evaluations (suite, step) that have their result."""
     finished: str = ""
     counts: Counter[str] = field(default_factory=lambda: Counter[str]())
     next_seq: int = 0

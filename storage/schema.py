@@ -209,6 +209,33 @@ class CheckpointPublished(Record, frozen=True, forbid_unknown_fields=True):
     written: int
 
 
+class EvaluationDue(Record, frozen=True, forbid_unknown_fields=True):
+    """The weights after `step`, the last committed one, are to be evaluated on these suites."""
+
+    step: int
+    suites: tuple[str, ...]
+
+
+class EvaluationDone(Record, frozen=True, forbid_unknown_fields=True):
+    """The one result of (suite, step). `digest` is of the weights that were served when it began.
+
+    `oldest` and `newest` are the versions that generated its tokens, -1 without any; `mixed`: not only version `step`.
+    `failed` of its `samples` have no reward; `metrics` are over the others. A suite that the run no longer had has no
+    tasks.
+    """
+
+    suite: str
+    step: int
+    digest: str
+    mixed: bool
+    oldest: int
+    newest: int
+    tasks: int
+    samples: int
+    failed: int
+    metrics: dict[str, float]
+
+
 class ConfigChanged(Record, frozen=True, forbid_unknown_fields=True):
     """Settings that differ from those of the previous incarnation, as "old -> new"."""
 
@@ -252,6 +279,8 @@ KINDS: dict[str, type[Record]] = {
     "step_committed": StepCommitted,
     "step_redone": StepRedone,
     "checkpoint_published": CheckpointPublished,
+    "evaluation_due": EvaluationDue,
+    "evaluation_done": EvaluationDone,
     "config_changed": ConfigChanged,
     "run_finished": RunFinished,
 }

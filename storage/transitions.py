@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from storage import evaluation_transitions as evaluations
 from storage import rollout_transitions as rollouts
 from storage import schema
 from storage.errors import LedgerInvalid, TwoOwners
@@ -187,6 +188,8 @@ def _config_changed(ledger: Ledger, seq: int, record: schema.ConfigChanged) -> N
 def _run_finished(ledger: Ledger, seq: int, record: schema.RunFinished) -> None:
     if ledger.groups or ledger.lease:
         raise illegal(record, seq, f"{len(ledger.groups)} unsettled groups", "every group settled")
+    if ledger.due:
+        raise illegal(record, seq, f"{len(ledger.due)} evaluations are due", "a result of every evaluation")
     ledger.finished = record.reason
 
 
@@ -211,6 +214,8 @@ TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
     schema.StepCommitted: _step_committed,
     schema.StepRedone: _step_redone,
     schema.CheckpointPublished: _checkpoint_published,
+    schema.EvaluationDue: evaluations.evaluation_due,
+    schema.EvaluationDone: evaluations.evaluation_done,
     schema.ConfigChanged: _config_changed,
     schema.RunFinished: _run_finished,
 }

@@ -59,6 +59,9 @@ class Report:
     steps_redone: int = 0
     steps_diverged: int = 0
     checkpoints: int = 0
+    evaluations: int = 0
+    evaluations_mixed: int = 0
+    evaluations_due: int = 0
     segments: int = 0
     problems: list[str] = field(default_factory=lambda: [])
 
@@ -77,18 +80,24 @@ class Auditor:
         self.ledger = Ledger(info.num_siblings)
         self.trained: Counter[int] = Counter()
         self.staleness: Counter[int] = Counter()
+        self.evaluated: Counter[tuple[str, int]] = Counter()
+        self.mixed = 0
         self._info = info
         self._reader = PayloadReader(store, info.run)
         self._leases: dict[int, tuple[int, ...]] = {}
         self._versions: set[tuple[int, int]] = set()
+        self._weights: dict[str, set[int]] = {}
 
     def count(self, segment: Segment) -> None:
-        """Count trained groups from the raw records, whatever the ledger thinks of them."""
+        """Count trained groups and evaluations from the raw records, whatever the ledger thinks of them."""
         for row in segment.rows:
             if isinstance(row.record, schema.LeaseIssued):
                 self._leases[row.record.lease] = row.record.groups
             elif isinstance(row.record, schema.StepCommitted):
                 self.trained.update(self._leases.get(row.record.lease, ()))
+            elif isinstance(row.record, schema.EvaluationDone):
+                self.evaluated[row.record.suite, row.record.step] += 1
+                self.mixed += row.record.mixed
 
     def audit(self, segment: Segment) -> None:
         """Fold one segment and check its meaning. Raises what is wrong."""
@@ -111,8 +120,24 @@ class Auditor:
         record = row.record
         if isinstance(record, schema.PolicyPublished):
             self._versions.add((record.incarnation, record.number))
+            self._weights.setdefault(record.digest, set()).add(record.number)
+        elif isinstance(record, schema.EvaluationDone):
+            self._check_evaluated(record)
         elif isinstance(record, schema.PayloadStored) and row.blob is not None:
             self._reader.remember(record.block, decode_block(row.blob, record.digest, record.block))
+
+    def _check_evaluated(self, record: schema.EvaluationDone) -> None:
+        """The digest is of published weights: those of its step, unless others took part."""
+        versions = self._weights.get(record.digest, set())
+        known = record.step in versions or (record.mixed and bool(versions))
+        if not known and record.samples > record.failed:
+            raise LineageInvalid(
+                f"the evaluation of {record.suite!r} at step {record.step} names weights {record.digest[:12]}"
+                f" of versions {sorted(versions)}",
+                expected="the published weights of its step, or of another version where it is mixed",
+                action="the journal was altered",
+                code="version_unknown",
+            )
 
     def _check_lease(self, lease: Lease) -> None:
         for group in lease.groups:
@@ -248,3 +273,8 @@ def _fill(report: Report, auditor: Auditor) -> None:
     )
     report.steps_redone, report.steps_diverged = counts["step_redone"], counts["steps_diverged"]
     report.checkpoints = counts["checkpoint_published"]
+    again = [key for key, times in auditor.evaluated.items() if times > 1]
+    if again:
+        report.problems.append(f"[evaluated_twice] {len(again)} evaluations have several results, e.g. {again[0]}")
+    report.evaluations, report.evaluations_mixed = len(auditor.evaluated), auditor.mixed
+    report.evaluations_due = len(ledger.due)

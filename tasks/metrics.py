@@ -22,8 +22,10 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from storage.errors import TidegateError
 from storage.filesystem import Store
+from storage.inspection import evaluations
 from storage.inspection import steps as committed_steps
 from storage.runs import RunPaths
+from storage.schema import EvaluationDone
 
 FILE_VERSION = "brain.Event:2"
 EVERY_S = 30.0
@@ -70,6 +72,7 @@ class MetricsLog:
         self._points: list[Point] = []
         self._flushed = time.monotonic()
         self._asked = -FIGURES_EVERY_S
+        self._files = 0
 
     async def backfill(self) -> int:
         """Points of committed steps that no driver has written; returns how many there were."""
@@ -78,7 +81,9 @@ class MetricsLog:
 
     def _missing(self) -> list[Point]:
         last = last_written(self._store, self._run)
-        return [_of_journal(entry) for entry in committed_steps(self._store, self._run) if entry["step"] > last]
+        steps = [_of_journal(entry) for entry in committed_steps(self._store, self._run) if entry["step"] > last]
+        found = evaluations(self._store, self._run)
+        return steps + [_of_suite(one["suite"], one, one["metrics"]) for one in found if one["step"] > last]
 
     async def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """The trainer's metrics of a step and, at most once a second, the figures of rollout control."""
@@ -90,19 +95,29 @@ class MetricsLog:
         if time.monotonic() - self._flushed >= EVERY_S:
             await self.flush()
 
+    def evaluation(self, done: EvaluationDone) -> None:
+        """An evaluation's result, at the step whose weights it measured."""
+        self._points.append(_of_suite(done.suite, {"step": done.step, "time": time.time()}, done.metrics))
+
     async def flush(self) -> None:
         """Store what has come since the last time."""
         self._flushed = time.monotonic()
         points, self._points = self._points, []
         if not points:
             return
-        name = f"events.out.tfevents.{points[-1].step:010d}.{self._driver}"
+        self._files += 1
+        last = max(point.step for point in points)
+        name = f"events.out.tfevents.{last:010d}.{self._driver}.{self._files:06d}"
         data = await asyncio.to_thread(event_file, points)
         try:
             await asyncio.to_thread(self._store.create, f"{RunPaths(self._run).metrics}/{name}", data)
         except TidegateError as error:
             log.warning("op=metrics run=%s decision=try_with_the_next reason=%s", self._run, error)
             self._points = [*points, *self._points][-KEPT:]
+
+
+def _of_suite(suite: str, at: Mapping[str, Any], metrics: Mapping[str, float]) -> Point:
+    return Point(at["step"], at["time"], {f"evaluation/{suite}/{name}": value for name, value in metrics.items()})
 
 
 def _of_journal(entry: Mapping[str, Any]) -> Point:

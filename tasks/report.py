@@ -17,8 +17,11 @@ from prefect.artifacts import (
 )
 from prefect.logging import get_run_logger
 
+from storage.schema import EvaluationDone
+from tasks.evaluate import line as evaluation_line
 from tasks.metrics import MetricsLog
 from tasks.run import Opened, Resumed
+from tasks.session import Session
 
 EVERY_S = 1.0
 
@@ -29,21 +32,32 @@ def key_of(run: str, what: str) -> str:
 
 
 class Progress:
-    """One progress artifact per attempt and a log line now and then, at most one a second; all steps go to `curves`."""
+    """One progress artifact per attempt, a log line now and then, at most one a second, and one per evaluation; all
+    steps and evaluations go to `curves`."""
 
     def __init__(self, run: str, total: int, curves: MetricsLog) -> None:
         self._run, self._total, self._log = run, total, get_run_logger()
         self.curves = curves
         self._artifact: UUID | None = None
         self._last = 0.0
+        self._told: dict[str, EvaluationDone] = {}
 
-    async def step(self, step: int, metrics: dict[str, float], *, last: bool = False) -> None:
-        await self.curves.step(step, metrics)
+    def evaluations(self, one: Session) -> None:
+        """A line for each result that has none yet."""
+        for suite, done in one.evaluated.items():
+            if self._told.get(suite) != done:
+                self._log.info(evaluation_line(done))
+                self.curves.evaluation(done)
+        self._told.update(one.evaluated)
+
+    async def step(self, step: int, one: Session, *, last: bool = False) -> None:
+        self.evaluations(one)
+        await self.curves.step(step, one.history[-1])
         now = time.monotonic()
         if now - self._last < EVERY_S and not last:
             return
         self._last = now
-        self._log.info(line(step, self._total, metrics))
+        self._log.info(line(step, self._total, shown(one)))
         percent = min(100.0, 100.0 * step / self._total)
         if self._artifact is None:
             self._artifact = await acreate_progress_artifact(
@@ -53,10 +67,19 @@ class Progress:
             await aupdate_progress_artifact(artifact_id=self._artifact, progress=percent)
 
 
+def shown(one: Session) -> dict[str, float]:
+    """What the line of the newest step shows: its metrics, and the newest result of each suite as suite/metric."""
+    found = dict(one.history[-1])
+    for suite, done in one.evaluated.items():
+        found |= {f"{suite}/{name}": value for name, value in done.metrics.items() if name != "tokens_mean"}
+    return found
+
+
 def line(step: int, total: int, metrics: dict[str, float]) -> str:
     """One line about a step."""
-    shown = {"reward": "reward_mean", "loss": "loss", "staleness": "staleness_mean", "tokens": "tokens_mean"}
-    parts = [f"{name}={metrics[key]:.3f}" for name, key in shown.items() if key in metrics]
+    short = {"reward": "reward_mean", "loss": "loss", "staleness": "staleness_mean", "tokens": "tokens_mean"}
+    parts = [f"{name}={metrics[key]:.3f}" for name, key in short.items() if key in metrics]
+    parts += [f"{name}={value:.3f}" for name, value in metrics.items() if "/" in name]
     return f"op=step step={step}/{total} {' '.join(parts)}"
 
 

@@ -14,6 +14,7 @@ from prefect.cache_policies import NO_CACHE
 
 from gpu.rollout.messages import Caller, Grant, Hold
 from gpu.spec import RunSpec
+from storage.schema import EvaluationDone
 
 PHASE: dict[str, Any] = {"cache_policy": NO_CACHE, "persist_result": False, "retries": 0}
 """No result of a phase is kept by Prefect: its cache fails open, and the journal is the memory. No phase is retried by
@@ -35,6 +36,7 @@ class Session:
     upload_problem: str = ""
     saved_step: int = 0
     history: list[dict[str, float]] = field(default_factory=lambda: [])
+    evaluated: dict[str, EvaluationDone] = field(default_factory=lambda: {})
 
 
 class _Slot:

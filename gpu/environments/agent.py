@@ -58,7 +58,8 @@ class RolloutSink(Protocol):
 
 
 class Agent:
-    """Runs rollouts of one environment. `position` maps an ordinal to a task; `temperature` holds for every turn."""
+    """Runs rollouts of one environment. `position` maps an ordinal to a task; `temperature` holds for every turn. The
+    ordinal of a plain dispatch is the index of its task: the same randomness for the same task at every step."""
 
     def __init__(
         self,
@@ -78,14 +79,15 @@ class Agent:
         """One attempt. `before` are the turns of the continuation, empty from scratch. Raises `ReferenceInvalid` when
         the turns do not make samples; nothing of the last turn is then reported."""
         identity = dispatch.identity
+        ordinal = identity.group if dispatch.plain is None else dispatch.plain.index
         episode = self._environment.episode()
-        seed = rollout_seed(self._seed, identity.group, identity.sibling, 0)
-        opening = await episode.reset(self._environment.task(self._position(identity.group)), seed)
+        seed = rollout_seed(self._seed, ordinal, identity.sibling, 0)
+        opening = await episode.reset(self._environment.task(self._position(ordinal)), seed)
         place = _resume(episode, dispatch, before) if before else _Place(0, [], self._tokenizer.prompt(opening))
         rows = list(before)
         turns = _Turns(self._sink, dispatch, hold_back=episode.checkpoint_mode is CheckpointMode.RESTART_ONLY)
         for turn in range(len(before), self._environment.max_turns):
-            generated = await self._turn(identity, turn, place.context + place.fresh)
+            generated = await self._turn(identity, ordinal, turn, place.context + place.fresh)
             stopped = generated.finish is Finish.STOP
             result = await episode.step(Action(self._tokenizer.decode(generated.tokens.tolist()), stopped))
             rows.append(_row(identity, turn, place, generated, result))
@@ -109,10 +111,10 @@ class Agent:
             place.sample, place.context + row.tokens.tolist(), self._tokenizer.extend(result.messages, stopped)
         )
 
-    async def _turn(self, identity: Identity, turn: int, prompt: list[int]) -> Generated:
+    async def _turn(self, identity: Identity, ordinal: int, turn: int, prompt: list[int]) -> Generated:
         if not prompt:
             raise misfit(f"rollout {identity}", f"an empty context in turn {turn}", "a prompt", "prompt")
-        seed = rollout_seed(self._seed, identity.group, identity.sibling, (identity.attempt << 16) + turn)
+        seed = rollout_seed(self._seed, ordinal, identity.sibling, (identity.attempt << 16) + turn)
         sampling = Sampling(self._environment.max_new_tokens, self._temperature, seed, self._tokenizer.stop_ids)
         generated = await self._generate(GenRequest(f"{identity}.{turn}", tuple(prompt), sampling))
         if generated.finish is Finish.ABORT:

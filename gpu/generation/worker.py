@@ -13,12 +13,13 @@ from typing import Protocol
 
 from msgspec.structs import replace
 
-from gpu.environments.agent import Agent, GenerationAborted
+from gpu.environments.agent import Agent, Generate, GenerationAborted
 from gpu.environments.base import Environment
 from gpu.generation.client import EngineCalls, EngineClient
 from gpu.generation.engine import Generated, GenRequest
+from gpu.generation.suites import MakeAgent, Suites
 from gpu.models.tokenizer import Tokenizer
-from gpu.rollout.messages import Accepted, Dispatch, Ended, Outcome, Report, Turn, Work
+from gpu.rollout.messages import Accepted, Dispatch, Ended, Outcome, PlainEnded, Report, Turn, Work
 from gpu.rollout.signal import Signal
 from storage.errors import ActorLost, EngineFailed, ReferenceInvalid
 from storage.filesystem import Store
@@ -31,6 +32,8 @@ TAKE_S = 5.0
 LINGER_S = 0.005
 MAX_REPORT = 128
 
+Entry = Turn | Ended | PlainEnded
+
 
 class ManagerCalls(Protocol):
     """The calls of `RolloutManager` that a worker makes, local or remote."""
@@ -41,7 +44,8 @@ class ManagerCalls(Protocol):
 
 
 class RolloutWorker:
-    """`engines` finds an engine by name; `concurrency` rollouts run at once. Make it on a running event loop."""
+    """`engines` finds an engine by name; `concurrency` rollouts run at once; `suites` makes the agents of evaluation
+    suites. Make it on a running event loop."""
 
     def __init__(
         self,
@@ -58,6 +62,7 @@ class RolloutWorker:
         temperature: float,
         position: Callable[[int], int],
         concurrency: int,
+        suites: Callable[[Generate], MakeAgent],
     ) -> None:
         self._name, self._incarnation, self._manager, self._find = name, incarnation, manager, engines
         self._store, self._run_name, self._concurrency = store, run, concurrency
@@ -65,12 +70,13 @@ class RolloutWorker:
         self._clients: dict[str, EngineClient] = {}
         self._serving: tuple[str, ...] = ()
         self._running: set[asyncio.Task[None]] = set()
-        self._out: list[tuple[TurnRow | None, Turn | Ended]] = []
+        self._out: list[tuple[TurnRow | None, Entry]] = []
         self._reported = Signal()
         self._blocks = 0
         self._agent = Agent(
             environment, tokenizer, self._generate, self, seed=seed, temperature=temperature, position=position
         )
+        self._suites = Suites(suites(self._generate), lambda ended: self._push(None, ended))
 
     # ------------------------------------------------------------------ life
 
@@ -110,7 +116,10 @@ class RolloutWorker:
     async def _attempt(self, dispatch: Dispatch) -> None:
         """Whatever ends an attempt without a result is reported as such, never as a reward."""
         try:
-            await self._agent.run(dispatch, await self._before(dispatch))
+            if dispatch.plain is None:
+                await self._agent.run(dispatch, await self._before(dispatch))
+            else:
+                await self._suites.run(dispatch)
         except (EngineFailed, ActorLost) as error:
             self._failed(dispatch, Outcome.ENGINE_LOST, error)
         except GenerationAborted as error:
@@ -140,7 +149,8 @@ class RolloutWorker:
         return await client.generate(request)
 
     def _failed(self, dispatch: Dispatch, outcome: Outcome, error: Exception) -> None:
-        self._push(None, Ended(dispatch.identity, outcome, detail=f"{type(error).__name__}: {error}"))
+        kind = Ended if dispatch.plain is None else PlainEnded
+        self._push(None, kind(dispatch.identity, outcome, detail=f"{type(error).__name__}: {error}"))
 
     # ------------------------------------------------------------------ RolloutSink
 
@@ -154,7 +164,7 @@ class RolloutWorker:
 
     # ------------------------------------------------------------------ reports
 
-    def _push(self, row: TurnRow | None, entry: Turn | Ended) -> None:
+    def _push(self, row: TurnRow | None, entry: Entry) -> None:
         self._out.append((row, entry))
         self._reported.notify()
 
@@ -170,21 +180,24 @@ class RolloutWorker:
             report = await asyncio.to_thread(self._encode, batch)
             await self._manager.report(self._incarnation, report)
 
-    def _encode(self, batch: list[tuple[TurnRow | None, Turn | Ended]]) -> Report:
+    def _encode(self, batch: list[tuple[TurnRow | None, Entry]]) -> Report:
         """Number the rows, encode them, and make a large block durable before the report that names it."""
         rows: list[TurnRow] = []
         turns: list[Turn] = []
         ended: list[Ended] = []
+        plain: list[PlainEnded] = []
         for row, entry in batch:
             index = len(rows)
             if row is not None:
                 rows.append(row)
             if isinstance(entry, Turn):
                 turns.append(replace(entry, row=index))
+            elif isinstance(entry, PlainEnded):
+                plain.append(entry)
             else:
                 ended.append(entry if row is None else replace(entry, row=index))
         if not rows:
-            return Report(self._name, "", "", 0, None, tuple(turns), tuple(ended))
+            return Report(self._name, "", "", 0, None, tuple(turns), tuple(ended), tuple(plain))
         self._blocks += 1
         block = encode_block(f"{self._incarnation:06d}-{self._name}-{self._blocks:08d}", rows)
         inline = len(block.data) < INLINE_BYTES
@@ -198,4 +211,5 @@ class RolloutWorker:
             block.data if inline else None,
             tuple(turns),
             tuple(ended),
+            tuple(plain),
         )

@@ -11,9 +11,11 @@ from collections.abc import Sequence
 
 from gpu.rollout.admission import Admission
 from gpu.rollout.books import Books
+from gpu.rollout.evaluation import Evaluations, Suite
 from gpu.rollout.leasing import Leasing
 from gpu.rollout.limits import Limits
-from gpu.rollout.messages import Accepted, Dispatch, Grant, Hold, Outcome, Report, Wait
+from gpu.rollout.messages import Accepted, Dispatch, Grant, Hold, Identity, Outcome, PlainEnded, Report, Wait
+from gpu.rollout.plain import Plain
 from gpu.rollout.results import GroupFilter, Results, keep_all
 from gpu.rollout.scheduler import Scheduler
 from storage import schema
@@ -26,7 +28,8 @@ from storage.quarantine import check_release
 
 class RolloutControl:
     """`length` is the number of ordinals of the source, None when endless; `group_filter` judges finished groups, at
-    once, or with `judged_outside` wherever the wrapper runs it (`results.begin_judging`, `judge`, `judging_failed`)."""
+    once, or with `judged_outside` wherever the wrapper runs it (`results.begin_judging`, `judge`, `judging_failed`);
+    `suites` are evaluated."""
 
     def __init__(
         self,
@@ -38,15 +41,18 @@ class RolloutControl:
         length: int | None,
         group_filter: GroupFilter = keep_all,
         judged_outside: bool = False,
+        suites: Sequence[Suite] = (),
     ) -> None:
         self.books = Books(ledger, journal, clock, limits.max_hot_bytes)
         self.limits = limits
         self.admission = Admission(clock)
-        self.scheduler = Scheduler(self.books, limits, self.admission, length)
+        self.plain = Plain(limits, ledger.incarnation, self._plain_ended)
+        self.scheduler = Scheduler(self.books, limits, self.admission, length, self.plain)
         self.results = Results(
             self.books, limits, self.admission, self.scheduler, None if judged_outside else group_filter
         )
         self.leasing = Leasing(self.books, limits, self.admission, self.scheduler, self.results)
+        self.evaluations = Evaluations(self.books, limits, self.plain, suites)
 
     @property
     def ledger(self) -> Ledger:
@@ -62,13 +68,29 @@ class RolloutControl:
         """Finished turns and ended attempts of a worker."""
         accepted = self.results.report(report)
         self.leasing.evict()
+        if report.plain:
+            plain = sum(self.plain.end(ended) for ended in report.plain)
+            self.evaluations.collect()
+            return Accepted(accepted.accepted + plain, accepted.ignored + len(report.plain) - plain)
         return accepted
+
+    def _plain_ended(self, identity: Identity) -> None:
+        self.scheduler.ended(identity)
+        self.admission.ended([identity])
+
+    def abandon(self, identity: Identity, outcome: Outcome, detail: str) -> None:
+        """An execution ended without a result, owned or plain."""
+        if identity.group >= 0:
+            self.results.abandon(identity, outcome, detail)
+        else:
+            self.plain.end(PlainEnded(identity, outcome, detail=detail))
+            self.evaluations.collect()
 
     def lose_worker(self, worker: str) -> int:
         """A worker process is gone: its attempts end, theirs are tried again elsewhere. Returns how many."""
         lost = self.scheduler.of_worker(worker)
         for identity in lost:
-            self.results.abandon(identity, Outcome.WORKER_LOST, f"worker {worker} died")
+            self.abandon(identity, Outcome.WORKER_LOST, f"worker {worker} died")
         return len(lost)
 
     # ------------------------------------------------------------------ recovery
@@ -107,6 +129,8 @@ class RolloutControl:
                 code="version_unknown",
             )
         self.scheduler.version = number
+        if self.ledger.policy is not None and number == self.ledger.policy.number:
+            self.evaluations.serve(self.ledger.policy)
 
     # ------------------------------------------------------------------ trainer
 
@@ -188,6 +212,7 @@ class RolloutControl:
                 action="commit or roll back the last step, then finish",
             )
         self.admission.close(reason)
+        self.evaluations.settle()
         if self.ledger.groups:
             self.results.discard(list(self.ledger.groups), "run_finished")
         return self.books.record(schema.RunFinished(reason))
@@ -223,6 +248,9 @@ class RolloutControl:
             "finished": ledger.finished,
             "holds": self.admission.status(),
             "ignored": dict(self.results.ignored),
+            "ignored_plain": dict(self.plain.ignored),
+            "live_plain": self.plain.live,
+            "evaluations": self.evaluations.status(),
             "spilled_blocks": self.books.hot.spilled,
             "group_level_work": self.results.judging.status(self.books.clock.monotonic()),
             "submission_waits_for": idle.reason if (idle := self.scheduler.why_idle()) else "",

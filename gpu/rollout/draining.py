@@ -61,7 +61,7 @@ class Drainer:
             )
         if policy.action is DrainAction.CANCEL:
             for identity in open_:
-                self._control.results.abandon(identity, Outcome.ABORTED, f"hold {hold.hold} cancelled it")
+                self._control.abandon(identity, Outcome.ABORTED, f"hold {hold.hold} cancelled it")
         return len(open_)
 
     async def _until_ended(self, caller: Caller, hold: Hold, deadline: float) -> tuple[Identity, ...]:

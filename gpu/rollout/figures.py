@@ -36,6 +36,7 @@ def figures(control: RolloutControl, waits: Waits) -> dict[str, float]:
         "spilled_blocks_total": control.books.hot.spilled,
         "hot_bytes": control.books.hot.num_bytes,
     }
+    found |= {"rollouts_live_plain": control.plain.live, "evaluations_running": len(ledger.due)}
     found |= {f"{name}_total": n for name, n in counts.items() if name.startswith(FROM_JOURNAL)}
     found |= {f"hold_s_total/{owner}": seconds for owner, seconds in control.admission.held_seconds.items()}
     found |= {f"wait_s_total/{gate}": seconds for gate, seconds in waits.seconds().items()}

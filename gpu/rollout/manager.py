@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import random
 import uuid
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +20,8 @@ from gpu.rollout.control import RolloutControl
 from gpu.rollout.drain import Drained, DrainPolicy
 from gpu.rollout.draining import Drainer
 from gpu.rollout.engine_control import EngineControl
+from gpu.rollout.evaluation import Suite
+from gpu.rollout.evaluation_calls import EvaluationCalls
 from gpu.rollout.figures import figures
 from gpu.rollout.group_work import judge_groups
 from gpu.rollout.limits import Limits
@@ -49,7 +51,7 @@ class ManagerSettings:
     commit_deadline_s: float
 
 
-class RolloutManager:
+class RolloutManager(EvaluationCalls):
     """Made by `open_manager`; `start` it on a running loop. `engines` may be replaced before that."""
 
     def __init__(
@@ -384,6 +386,7 @@ def open_manager(
     group_filter: GroupFilter,
     judged_outside: bool = False,
     recipe: Recipe = UNDECLARED,
+    suites: Sequence[Suite] = (),
     check: Callable[[Ledger], None] = lambda ledger: None,
 ) -> RolloutManager:
     """Claim the run's journal and restore control from it. Blocks on storage. Raises what makes a run unusable.
@@ -395,7 +398,14 @@ def open_manager(
     )
     journal = JournalWriter(info.run, claimed.incarnation, writer, claimed.tail, clock)
     control = RolloutControl(
-        claimed.ledger, journal, limits, clock, length=length, group_filter=group_filter, judged_outside=judged_outside
+        claimed.ledger,
+        journal,
+        limits,
+        clock,
+        length=length,
+        group_filter=group_filter,
+        judged_outside=judged_outside,
+        suites=suites,
     )
     control.declare(recipe)
     judge = group_filter if judged_outside else None

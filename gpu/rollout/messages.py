@@ -54,14 +54,22 @@ class Continuation(msgspec.Struct, frozen=True, gc=False):
     state: bytes
 
 
+class PlainTask(msgspec.Struct, frozen=True, gc=False):
+    """What a plain execution runs: task `index` of an evaluation suite."""
+
+    suite: str
+    index: int
+
+
 class Dispatch(msgspec.Struct, frozen=True, gc=False):
     """Run this attempt. `version` is the policy version that all serving engines have confirmed, `boundary` the index
-    of the attempt's first boundary."""
+    of the attempt's first boundary. `plain` for a plain execution, whose identity has a negative group."""
 
     identity: Identity
     version: int
     boundary: int
     continuation: Continuation | None = None
+    plain: PlainTask | None = None
 
 
 class Work(msgspec.Struct, frozen=True):
@@ -98,6 +106,19 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     samples: int = 1
 
 
+class PlainEnded(msgspec.Struct, frozen=True, gc=False):
+    """An attempt of a plain execution ended. `tokens` of all its turns, the versions that generated them, and `reward`
+    count only when sealed."""
+
+    identity: Identity
+    outcome: Outcome
+    tokens: int = 0
+    oldest: int = -1
+    newest: int = -1
+    reward: float = 0.0
+    detail: str = ""
+
+
 class Report(msgspec.Struct, frozen=True, gc=False):
     """What a worker says at once. The block's rows are durable as payload/<block>.arrow, or travel in `inline`."""
 
@@ -108,6 +129,7 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     inline: bytes | None
     turns: tuple[Turn, ...]
     ended: tuple[Ended, ...]
+    plain: tuple[PlainEnded, ...] = ()
 
 
 class Accepted(msgspec.Struct, frozen=True):

@@ -15,6 +15,7 @@ from gpu.rollout.backoff import Backoff
 from gpu.rollout.books import Books
 from gpu.rollout.limits import Limits, Submission
 from gpu.rollout.messages import Continuation, Dispatch, Identity, Wait
+from gpu.rollout.plain import Plain
 from gpu.rollout.staleness import room
 from storage import schema
 from storage.ledger import GENERATING, UNKNOWN_VERSION, WAITING, Boundary, Group, Rollout
@@ -22,10 +23,11 @@ from storage.ledger import GENERATING, UNKNOWN_VERSION, WAITING, Boundary, Group
 
 class Scheduler:
     """`version` is the policy version every serving engine has confirmed, None while no engine serves. `length` is the
-    number of ordinals of the source, None when endless."""
+    number of ordinals of the source, None when endless. `plain` executions share E, its queue and `active`."""
 
-    def __init__(self, books: Books, limits: Limits, admission: Admission, length: int | None) -> None:
+    def __init__(self, books: Books, limits: Limits, admission: Admission, length: int | None, plain: Plain) -> None:
         self._books, self._limits, self._admission, self._length = books, limits, admission, length
+        self._plain = plain
         self._queue: deque[Dispatch] = deque()
         self._waiting: dict[int, None] = dict.fromkeys(
             ordinal for ordinal, group in books.ledger.groups.items() if _missing(group)
@@ -102,8 +104,9 @@ class Scheduler:
         gate = self.gate()
         if gate is not None:
             return gate
-        if self._room() < self._cost():
-            return Wait(f"executing (E): {ledger.live} rollouts are live", "workers and engines", "E", "workers")
+        if self._room() - self._plain.claim() < self._cost():
+            live = ledger.live + self._plain.live
+            return Wait(f"executing (E): {live} rollouts are live", "workers and engines", "E", "workers")
         if ledger.dispatched >= limits.max_completed:
             places = f"{ledger.dispatched} of {limits.max_completed} groups"
             return Wait(f"completed (P): {places}", "the trainer", "P", "trainer")
@@ -122,7 +125,7 @@ class Scheduler:
         """Free executing capacity, in the unit of the policy."""
         ledger = self._books.ledger
         used = ledger.live if self._limits.submission is Submission.SAMPLE else ledger.totals[GENERATING]
-        return self._limits.max_executing - used
+        return self._limits.max_executing - used - self._plain.used
 
     def _cost(self) -> int:
         return self._limits.num_siblings if self._limits.submission is Submission.SAMPLE else 1
@@ -187,7 +190,7 @@ class Scheduler:
             self._waiting.setdefault(ordinal, None)
         if self._waiting:
             self._dispatch_waiting()
-        self._submit_new()
+        self._submit_new(self._submit_plain() if self._plain.sources else 0)
 
     def _dispatch_waiting(self) -> None:
         """Attempts of groups that are owned already: earliest deadline first, then in order of the source."""
@@ -218,10 +221,19 @@ class Scheduler:
             return 0
         return min(room, missing)
 
-    def _submit_new(self) -> None:
+    def _submit_plain(self) -> int:
+        """Plain executions within their share of E; returns what fresh groups leave free of it for them."""
+        assert self.version is not None
+        minted = self._plain.take(self._room(), self.version)
+        self.active.update(dict.fromkeys([dispatch.identity for dispatch in minted], ""))
+        self._queue.extend(minted)
+        return self._plain.claim()
+
+    def _submit_new(self, keep: int) -> None:
+        """Fresh groups, as many as the gates allow; `keep` of E stays free."""
         ledger, limits = self._books.ledger, self._limits
         most = min(
-            self._room() // self._cost(),
+            (self._room() - keep) // self._cost(),
             limits.max_completed - ledger.dispatched,
             limits.max_retained - ledger.retained,
             _most_left(self._length, ledger.frontier),

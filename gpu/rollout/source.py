@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from gpu.rollout.capabilities import Capabilities
 from storage.errors import ConfigurationRefused
 
 
@@ -20,10 +21,7 @@ class Position(NamedTuple):
 
 
 class PromptStream:
-    """`size` rows, seen `epochs` times (None: endlessly), each epoch in its own seeded order.
-
-    The stream is finite or endless, always reservable (an ordinal can be handed out again) and always resumable.
-    """
+    """`size` rows, seen `epochs` times (None: endlessly), each epoch in its own seeded order."""
 
     def __init__(self, size: int, *, seed: int, shuffle: bool, epochs: int | None) -> None:
         if size < 1 or (epochs is not None and epochs < 1):
@@ -35,6 +33,11 @@ class PromptStream:
         self.size, self.epochs = size, epochs
         self._seed, self._shuffle = seed, shuffle
         self._order: tuple[int, npt.NDArray[np.int64]] = (-1, np.zeros(0, np.int64))
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """Any ordinal can be handed out again, and the next one is all there is to remember."""
+        return Capabilities(finite=self.epochs is not None, reservable=True, resumable=True)
 
     @property
     def length(self) -> int | None:
@@ -62,4 +65,10 @@ class PromptStream:
 def rollout_seed(run_seed: int, ordinal: int, sibling: int, attempt: int) -> int:
     """The 63-bit seed of one attempt's randomness (sampling, environment), independent of where it runs."""
     text = f"{run_seed}:{ordinal}:{sibling}:{attempt}".encode()
+    return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1
+
+
+def suite_seed(run_seed: int, suite: str) -> int:
+    """The seed of an evaluation suite: not that of training, and the same at every step, so that steps compare."""
+    text = f"{run_seed}:evaluation:{suite}".encode()
     return int.from_bytes(hashlib.sha256(text).digest()[:8], "little") >> 1

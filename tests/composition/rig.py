@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import pytest
 import torch
 
-from flows.train import TASKS, plain, save_last, training_step, update
+from flows.train import TASKS, evaluate_last, plain, save_last, training_step, update
 from gpu.actors import Remote, find_actor
 from gpu.cluster import RayCluster, processes_of
 from gpu.spec import RunSpec
@@ -92,6 +92,7 @@ class Rig:
         while await training_step(PHASES, step):
             step += 1
         await save_last(PHASES, step - 1)
+        await evaluate_last(PHASES, step - 1)
         await finish_run.fn("source exhausted")
         report = await self.verify()
         length = len(self.spec.source.environment_of())

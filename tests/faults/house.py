@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from flows.config import RunConfig
-from flows.train import TASKS, plain, save_last, training_step, update
+from flows.train import TASKS, evaluate_last, plain, save_last, training_step, update
 from gpu.generation.engine import Cached
 from gpu.generation.fake_engine import FakeEngine
 from gpu.generation.server import EngineServer
@@ -163,6 +163,7 @@ async def drive(spec: RunSpec, resume: Callable[[Resumed], None], stepped: Calla
             break
         stepped(step)
     await save_last(PHASES, step)
+    await evaluate_last(PHASES, step)
     await finish_run.fn("source exhausted")
 
 

@@ -25,6 +25,16 @@ DEADLOCKS = {
     "bytes < one group": (["rollout.hot_bytes=1000"], "1000"),
     "staleness 0 with prefetch": (["rollout.staleness=0", "rollout.prefetch=4"], "prefetch"),
     "no checkpoint before training stops": (["checkpoint.every=20", "checkpoint.max_unsaved=10"], "10"),
+    "some capacities, not all": (["rollout.retained=null"], "retained (R) = null"),
+    "training without receipts": (
+        ["rollout.executing=null", "rollout.completed=null", "rollout.retained=null"],
+        "receipt",
+    ),
+    "evaluation without a suite": (["evaluation.every=5"], "evaluation.suites"),
+    "a suite's task above the share of E": (
+        ["rollout.executing=32", 'evaluation.suites=[{"name": "s", "environment": "reverse", "samples": 17}]'],
+        "17 of executing (E) = 32, of which evaluations have 16",
+    ),
     "updates under open calls": (["generation.in_flight_updates=false", 'drain.mode="none"'], "drain.mode"),
 }
 REFUSED = {
@@ -34,6 +44,16 @@ REFUSED = {
     "path through a value": (["seed.x=3"], "seed"),
     "unknown environment": (['environment.name="chess"'], "chess"),
     "unknown option": (["environment.options.size=3"], "size"),
+    "suites of one name": (
+        ['evaluation.suites=[{"name": "s", "environment": "reverse"}, {"name": "s", "environment": "guess"}]'],
+        "'s', 's'",
+    ),
+    "suite without a name": (['evaluation.suites=[{"environment": "reverse"}]'], "name"),
+    "suite of an unknown environment": (['evaluation.suites=[{"name": "s", "environment": "chess"}]'], "chess"),
+    "suite of more tasks than there are": (
+        ['evaluation.suites=[{"name": "s", "environment": "reverse", "tasks": 65}]'],
+        "65 tasks of environment 'reverse', which has 64",
+    ),
     "unknown model": (['model.name="no/such/folder/here"'], "no/such/folder/here"),
     "longer than the model": (["generation.max_length=100000"], "100000"),
     "unknown storage": (['storage.url="ftp://host/x"'], "ftp"),

@@ -12,9 +12,10 @@ import pytest
 from flows.cli import main
 from storage.local import LocalStore
 from storage.runs import RunPaths
-from tests.faults.house import RUN, House
+from tests.faults.house import RUN, House, small
 
 STEPS = 8
+SUITE = {"name": "words", "environment": "reverse", "options": {"letters": 2}, "tasks": 3}
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +24,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("finished")
 
     async def run() -> None:
-        await House(folder).run()
+        await House(folder, small(evaluation={"every": 4, "suites": [SUITE]})).run()
 
     asyncio.run(run())
     return folder
@@ -86,6 +87,16 @@ def test_inspect_shows_the_run_a_step_and_the_whole_history_of_a_group(
     kinds = [json.loads(line)["kind"] for line in capsys.readouterr().out.splitlines()]
     assert kinds[0] == "group_reserved"
     assert {"groups_dispatched", "sealed", "group_completed", "lease_issued"} <= set(kinds)
+
+
+def test_inspect_shows_every_evaluation(finished: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(look(finished, "inspect", "--evaluations")) == 0
+    found = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [(one["suite"], one["step"], one["samples"], one["failed"]) for one in found] == [
+        ("words", 4, 3, 0),
+        ("words", 8, 3, 0),
+    ]
+    assert answer(capsys, look(finished, "inspect"))["evaluations"] == {"done": 2, "due": []}
 
 
 def test_inspecting_what_never_happened_is_the_users_mistake(

@@ -12,6 +12,7 @@ from storage.errors import StoreUnavailable
 from storage.filesystem import Bytes, Store
 from storage.memory import MemoryStore
 from storage.runs import RunPaths
+from storage.schema import EvaluationDone
 from tasks.metrics import MetricsLog, Point, event_file, last_written
 from tests.rollout.building import RUN, Bench
 
@@ -106,3 +107,15 @@ async def test_a_store_that_is_away_costs_no_point(caplog: pytest.LogCaptureFixt
     assert [(step, name) for step, name, _ in written(store) if name == "train/loss"] == [
         (1, "train/loss"), (2, "train/loss")
     ]  # fmt: skip
+
+
+async def test_an_evaluation_is_a_point_at_its_own_step_also_when_that_step_is_stored_already() -> None:
+    store = MemoryStore()
+    curves = log(store)
+    await curves.step(2, {"loss": 0.5})
+    await curves.flush()
+    curves.evaluation(EvaluationDone("words", 2, "w", False, 2, 2, 1, 1, 0, {"pass@1": 0.5}))
+    await curves.flush()
+    assert (2, "evaluation/words/pass@1", 0.5) in written(store)
+    assert len(store.list(METRICS)) == 2
+    assert last_written(store, RUN) == 2

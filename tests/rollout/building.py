@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from gpu.rollout.control import RolloutControl
+from gpu.rollout.evaluation import Suite
 from gpu.rollout.limits import Limits, Order, Submission
-from gpu.rollout.messages import Dispatch, Ended, Grant, Outcome, Report, Turn
+from gpu.rollout.messages import Dispatch, Ended, Grant, Outcome, PlainEnded, Report, Turn
 from gpu.rollout.results import GroupFilter, keep_all
 from storage.clock import VirtualClock
 from storage.filesystem import Store
@@ -40,8 +43,10 @@ class Bench:
         group_filter: GroupFilter = keep_all,
         store: Store | None = None,
         created: bool = False,
+        suites: Sequence[Suite] = (),
         **changes: object,
     ) -> None:
+        self.suites = suites
         self.limits = limits(**changes)
         self.clock = VirtualClock()
         self.store = store or MemoryStore()
@@ -62,7 +67,7 @@ class Bench:
         self.writer = JournalWriter(RUN, claimed.incarnation, f"w{claimed.incarnation}", claimed.tail, self.clock)
         self.control = RolloutControl(
             claimed.ledger, self.writer, self.limits, self.clock, length=self.length, group_filter=self.group_filter,
-            judged_outside=self.judged_outside,
+            judged_outside=self.judged_outside, suites=self.suites,
         )  # fmt: skip
 
     def judge_outside(self) -> None:
@@ -129,6 +134,13 @@ class Bench:
         self.flush()
         records = [row.record for segment in read_journal(self.store, RUN) for row in segment.rows]
         return [record for record in records if isinstance(record, AttemptAbandoned)]
+
+    def end_plain(
+        self, dispatches: list[Dispatch], outcome: Outcome = Outcome.SEALED, reward: float = 1.0, tokens: int = 2
+    ) -> int:
+        """End plain attempts, with tokens of the version they were dispatched at; returns how many counted."""
+        ended = tuple(PlainEnded(d.identity, outcome, tokens, d.version, d.version, reward) for d in dispatches)
+        return self.control.report(Report("w", "", "", 0, None, (), (), ended)).accepted
 
     def train(self) -> tuple[int, ...]:
         """One whole step; returns its groups."""

@@ -38,9 +38,19 @@ ABANDON = schema.AttemptAbandoned(0, 0, 0, "failed", "")
 COMPLETE = schema.GroupCompleted((0,))
 LEASE = schema.LeaseIssued(1, 1, (0,), 0, False)
 COMMIT = schema.StepCommitted(1, 1, "s1", "w1", {})
+DUE = schema.EvaluationDue(1, ("a", "b"))
 SEALED = [CLAIM, POLICY, RESERVE, mint(), BLOCK, seal()]
 LEASED = [*SEALED, COMPLETE, LEASE]
 COMMITTED = [*LEASED, COMMIT]
+SERVED = [*COMMITTED, schema.PolicyPublished(1, 1, "w1", "w0")]
+
+
+def done(suite: str = "a", **changes: object) -> Record:
+    made = schema.EvaluationDone(suite, 1, "w1", False, 1, 1, 2, 4, 1, {"reward_mean": 0.5})
+    return schema.msgspec.structs.replace(made, **changes)
+
+
+DISCARDED = [*COMMITTED, schema.GroupDiscarded((1,), "x")]
 
 
 def fold(records: list[Record], n: int = 2) -> Ledger:
@@ -117,6 +127,25 @@ def fold(records: list[Record], n: int = 2) -> Ledger:
         (COMMITTED, schema.CheckpointPublished(1, 7, "m", "d", 1, 1), "position of its commit"),
         (COMMITTED, schema.RunFinished("x"), "every group settled"),
         ([CLAIM, schema.RunFinished("x")], RESERVE, "only claims"),
+        ([CLAIM], schema.EvaluationDue(0, ("a",)), "committed last"),
+        (COMMITTED, schema.EvaluationDue(2, ("a",)), "step 1, committed last"),
+        (COMMITTED, schema.EvaluationDue(1, ()), "distinct suites"),
+        (COMMITTED, schema.EvaluationDue(1, ("a", "a")), "distinct suites"),
+        ([*COMMITTED, DUE], schema.EvaluationDue(1, ("c", "b")), "once"),
+        ([*SERVED, DUE, done()], schema.EvaluationDue(1, ("a",)), "once"),
+        (SERVED, done(), "never due"),
+        ([*SERVED, DUE], done("c"), "never due"),
+        ([*SERVED, DUE, done()], done(), "done already"),
+        ([*SERVED, DUE, done()], done(digest="w2"), "done already"),
+        ([*SERVED, DUE], done(failed=5), "5 of 4 samples failed"),
+        ([*SERVED, DUE], done(tasks=-1), "counts"),
+        ([*SERVED, DUE], done(metrics={"reward_mean": float("nan")}), "finite metrics"),
+        ([*SERVED, DUE], done(newest=2, mixed=True), "published ones up to 1"),
+        ([*SERVED, DUE], done(oldest=1, newest=0, mixed=True), "published ones up to 1"),
+        ([*SERVED, DUE], done(failed=4), "-1 without any reward"),
+        ([*SERVED, DUE], done(oldest=0), "mixed=False"),
+        ([*SERVED, DUE], done(mixed=True), "mixed=True"),
+        ([*DISCARDED, schema.EvaluationDue(1, ("a",))], schema.RunFinished("x"), "1 evaluations are due"),
     ],
 )
 def test_illegal_transitions_are_refused_by_name_and_change_nothing(
@@ -167,6 +196,14 @@ def test_quarantine_and_release_go_on_with_new_attempt_numbers() -> None:
                    schema.GroupQuarantined(0, "bad"), schema.QuarantineReleased(0)])  # fmt: skip
     assert ledger.groups[0].rollouts[0].attempt == 0
     apply(ledger, 6, schema.AttemptsMinted(0, (0, 1), (1, 0), (-1, -1), 0))
+
+
+def test_an_evaluation_is_due_until_its_result_and_a_claim_changes_nothing_of_it() -> None:
+    ledger = fold([*SERVED, DUE, done("b"), schema.RunClaimed(2, "o", "r")])
+    assert (list(ledger.due), ledger.evaluated) == ([("a", 1)], {("b", 1)})
+    none = done(digest="w0", oldest=-1, newest=-1, tasks=0, samples=0, failed=0, metrics={})
+    apply(ledger, ledger.next_seq, none)
+    assert (list(ledger.due), ledger.evaluated) == ([], {("a", 1), ("b", 1)})
 
 
 def test_a_redone_step_that_differs_becomes_the_state_of_the_run() -> None:

@@ -117,6 +117,43 @@ def test_a_committed_step_that_is_repeated_is_found() -> None:
     assert "no lease is open" in problems(store)
 
 
+def with_evaluation(*changes: dict[str, object], due: bool = True) -> MemoryStore:
+    """A finished run in which its last step was due and got one result for each of `changes`."""
+    store = finished_run()
+
+    def edit(rows: list[Row], incarnations: list[int]) -> None:
+        policy = next(row.record for row in reversed(rows) if isinstance(row.record, schema.PolicyPublished))
+        assert isinstance(policy, schema.PolicyPublished)
+        step = policy.number
+        made = schema.EvaluationDone("s", step, policy.digest, False, step, step, 1, 2, 0, {"reward_mean": 1.0})
+        records = [schema.EvaluationDue(step, ("s",))] if due else []
+        records += [msgspec.structs.replace(made, **change) for change in changes]
+        at = next(i for i, row in enumerate(rows) if isinstance(row.record, schema.RunFinished))
+        rows[at:at] = [rows[at]._replace(record=record) for record in records]
+        incarnations[at:at] = [incarnations[at]] * len(records)
+
+    rewrite(store, RUN, edit)
+    return store
+
+
+def test_an_evaluation_with_its_one_result_is_sound_and_counted() -> None:
+    report = verify(with_evaluation({}), RUN)
+    assert report.sound, report.problems
+    assert (report.evaluations, report.evaluations_mixed, report.evaluations_due) == (1, 0, 0)
+
+
+def test_an_evaluation_with_two_results_or_none_is_found() -> None:
+    assert "[evaluated_twice] 1" in problems(with_evaluation({}, {"metrics": {}}))
+    assert "1 evaluations are due" in problems(with_evaluation())
+    assert "never due" in problems(with_evaluation({}, due=False))
+
+
+def test_an_evaluation_of_weights_that_were_never_published_is_found() -> None:
+    assert "names weights w-other" in problems(with_evaluation({"digest": "w-other"}))
+    assert "names weights w-other" in problems(with_evaluation({"digest": "w-other", "mixed": True, "oldest": 0}))
+    assert "mixed=False" in problems(with_evaluation({"oldest": 0}))
+
+
 def test_tokens_older_than_the_bound_are_found_even_when_all_digests_fit() -> None:
     store = finished_run()
     trained = {
