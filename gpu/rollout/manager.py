@@ -22,17 +22,17 @@ from gpu.rollout.draining import Drainer
 from gpu.rollout.engine_control import EngineControl
 from gpu.rollout.evaluation import Suite
 from gpu.rollout.evaluation_calls import EvaluationCalls
-from gpu.rollout.figures import figures
 from gpu.rollout.group_work import judge_groups
 from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Accepted, Caller, Grant, Hold, Report, Wait, Work
 from gpu.rollout.operations import Operations
+from gpu.rollout.people_calls import PeopleCalls
 from gpu.rollout.results import GroupFilter
 from gpu.rollout.signal import Signal, wait_event
 from gpu.rollout.waits import Waits
 from gpu.rollout.watchdog import Watchdog
 from storage.clock import Clock
-from storage.errors import DeadlineExceeded, RunFenced, TidegateError
+from storage.errors import DeadlineExceeded, RunFenced
 from storage.filesystem import Store
 from storage.journal import JournalWriter, claim
 from storage.ledger import UNDECLARED, Ledger, Policy, Recipe
@@ -51,7 +51,7 @@ class ManagerSettings:
     commit_deadline_s: float
 
 
-class RolloutManager(EvaluationCalls):
+class RolloutManager(EvaluationCalls, PeopleCalls):
     """Made by `open_manager`; `start` it on a running loop. `engines` may be replaced before that."""
 
     def __init__(
@@ -64,16 +64,16 @@ class RolloutManager(EvaluationCalls):
         dice: random.Random,
         judge: GroupFilter | None = None,
     ) -> None:
-        self._info, self._clock, self._settings = info, clock, settings
+        self.info, self._clock, self._settings = info, clock, settings
         self.control = control
         self.changed = Signal()
         self.callers = Callers(control.ledger.incarnation, clock, settings.driver_silence_s, self.changed)
         self.waits = Waits(clock)
         self.operations = Operations()
-        self._watchdog = Watchdog(self, clock)
+        self.watchdog = Watchdog(self, clock)
         self._drainer = Drainer(control, self.callers, self.changed, self.waits, clock)
         self._judge = judge
-        self._committer = Committer(store, info.run, control, settings.flush, self.changed, dice)
+        self.committer = Committer(store, info.run, control, settings.flush, self.changed, dice)
         self._loops: list[asyncio.Task[None]] = []
         self._lost_workers: set[str] = set()
         self.engines = EngineControl()
@@ -87,8 +87,8 @@ class RolloutManager(EvaluationCalls):
     def start(self) -> None:
         """Begin writing and ticking."""
         loops = [
-            self._committer.run(),
-            self._watchdog.run(),
+            self.committer.run(),
+            self.watchdog.run(),
             *([judge_groups(self, self._judge)] if self._judge else []),
         ]
         self._loops = [asyncio.create_task(self._guard(loop)) for loop in loops]
@@ -115,18 +115,18 @@ class RolloutManager(EvaluationCalls):
 
     def appended(self) -> None:
         """Records were appended outside a call: they become durable, and waiters look again."""
-        self._committer.appended()
+        self.committer.appended()
         self.changed.notify()
 
     async def _durable(self, seq: int, what: str) -> None:
         """Raises `DeadlineExceeded`; the record stays queued and the call may be repeated."""
-        self._committer.appended()
+        self.committer.appended()
         try:
             async with asyncio.timeout(self._settings.commit_deadline_s):
-                await self._committer.durable(seq, self.callers.alive)
+                await self.committer.durable(seq, self.callers.alive)
         except TimeoutError as error:
             raise DeadlineExceeded(
-                f"{what} is not durable after {self._settings.commit_deadline_s:.0f} s: {self._committer.waits_for}",
+                f"{what} is not durable after {self._settings.commit_deadline_s:.0f} s: {self.committer.waits_for}",
                 expected="a store that accepts writes",
                 action="repair the store; the call can be repeated",
                 code="commit",
@@ -150,7 +150,7 @@ class RolloutManager(EvaluationCalls):
             taken = self.control.take(worker, limit) if self.engines.names else []
             left = deadline - self._clock.monotonic()
             if taken or left <= 0:
-                self._committer.appended()
+                self.committer.appended()
                 return Work(taken, self.engines.names)
             await wait_event(event, left)
 
@@ -158,7 +158,7 @@ class RolloutManager(EvaluationCalls):
         """Finished turns and ended attempts. Returns before they are durable; groups enter the buffer when they are."""
         self.callers.check(Caller(incarnation))
         accepted = self.control.report(report)
-        self._committer.appended()
+        self.committer.appended()
         self.changed.notify()
         return accepted
 
@@ -167,7 +167,7 @@ class RolloutManager(EvaluationCalls):
         handed to a dead worker would be nobody's."""
         self._lost_workers.add(worker)
         lost = self.control.lose_worker(worker)
-        self._committer.appended()
+        self.committer.appended()
         self.changed.notify()
         return lost
 
@@ -195,13 +195,13 @@ class RolloutManager(EvaluationCalls):
                 event = self.changed.current()
                 self.callers.check(caller)
                 found = self.control.try_lease()
-                self._committer.appended()
+                self.committer.appended()
                 self.waits.note("trainer", found if isinstance(found, Wait) else None)
                 if not isinstance(found, Wait):
                     return found
                 left = deadline - self._clock.monotonic()
                 if left <= 0:
-                    circle = self._watchdog.look()
+                    circle = self.watchdog.look()
                     self.waits.note("trainer", None)
                     raise DeadlineExceeded(
                         f"no batch for step {self.control.ledger.step + 1} after {deadline_s:.0f} s:"
@@ -268,7 +268,7 @@ class RolloutManager(EvaluationCalls):
             self.control.admission.confirm(hold.hold, hold.epoch)
             draining = self._drainer.drain(caller, hold, policy, self.engines)
             left = await self.operations.under(hold.hold, draining)
-            self._committer.appended()
+            self.committer.appended()
         return Drained(self._clock.monotonic() - started, left)
 
     async def publish_policy(self, caller: Caller, digest: str) -> Policy:
@@ -305,13 +305,13 @@ class RolloutManager(EvaluationCalls):
         """What a trainer needs to reach the last committed step. Waits until everything it names is durable."""
         with self.callers.call(caller):
             await self._durable(self.control.books.journal.last_seq, "the journal")
-            return plan_restore(self.control.ledger, self._info.run)
+            return plan_restore(self.control.ledger, self.info.run)
 
     async def redone(self, caller: Caller, step: int, state_digest: str, weights_digest: str) -> bool:
         """A committed step was trained again; whether the digests agree."""
         self.callers.check(caller)
         matches = self.control.redone(step, state_digest, weights_digest)
-        self._committer.appended()
+        self.committer.appended()
         return matches
 
     async def newest_checkpoint(self, caller: Caller) -> CheckpointPublished | None:
@@ -322,55 +322,12 @@ class RolloutManager(EvaluationCalls):
         """Record settings that differ from those of the incarnation before."""
         self.callers.check(caller)
         self.control.books.record(ConfigChanged(changes))
-        self._committer.appended()
+        self.committer.appended()
 
     async def finish(self, caller: Caller, reason: str) -> None:
         """Settle what is left, close for good. May be repeated."""
         with self.callers.call(caller):
             await self._durable(self.control.finish(reason), "the end of the run")
-
-    # ------------------------------------------------------------------ people
-
-    async def quarantined(self) -> dict[int, str]:
-        """Groups that spent their attempt budget, and why."""
-        return self.control.quarantined()
-
-    async def release_quarantined(self, ordinals: list[int]) -> None:
-        """Give groups another budget; returns when that is durable. Raises `QuarantineRefused`, having released none.
-        No driver's call: a person may make it beside any driver."""
-        self.callers.alive()
-        await self._durable(self.control.release_quarantined(ordinals), "the release")
-
-    async def metrics(self) -> dict[str, float]:
-        """Rollout control's figures now; see `gpu.rollout.figures`."""
-        return figures(self.control, self.waits)
-
-    async def condition(self) -> TidegateError | None:
-        """The fatal error that ended this incarnation, if it has ended."""
-        return self.callers.fatal
-
-    async def status(self) -> dict[str, object]:
-        """What every component waits for, since when, and who can satisfy it."""
-        journal = self.control.books.journal
-        circle = self._watchdog.look()
-        return {
-            **self.control.status(),
-            "run": self._info.run,
-            "waits": self.waits.status(),
-            "circle": circle,
-            "driver": self.callers.owner,
-            "driver_place": self.callers.place,
-            "driver_token": self.callers.token,
-            "engines": self.engines.status(),
-            "journal": {
-                "slot": journal.slot,
-                "durable_seq": journal.durable_seq,
-                "last_seq": journal.last_seq,
-                "undurable_age_s": journal.undurable_age(),
-                "stalled": self._committer.waits_for,
-            },
-            "fatal": str(self.callers.fatal or ""),
-        }
 
 
 def open_manager(

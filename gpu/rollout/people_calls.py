@@ -1,0 +1,69 @@
+"""The manager's calls that anybody may make, beside any driver: looking, and releasing quarantined groups."""
+
+from __future__ import annotations
+
+from gpu.rollout.calls import Callers
+from gpu.rollout.committer import Committer
+from gpu.rollout.control import RolloutControl
+from gpu.rollout.engine_control import EngineControl
+from gpu.rollout.figures import figures
+from gpu.rollout.waits import Waits
+from gpu.rollout.watchdog import Watchdog
+from storage.errors import TidegateError
+from storage.runs import RunInfo
+
+
+class PeopleCalls:
+    """What a manager must have to answer them."""
+
+    control: RolloutControl
+    callers: Callers
+    waits: Waits
+    engines: EngineControl
+    info: RunInfo
+    committer: Committer
+    watchdog: Watchdog
+
+    async def _durable(self, seq: int, what: str) -> None:
+        raise NotImplementedError
+
+    async def quarantined(self) -> dict[int, str]:
+        """Groups that spent their attempt budget, and why."""
+        return self.control.quarantined()
+
+    async def release_quarantined(self, ordinals: list[int]) -> None:
+        """Give groups another budget; returns when that is durable. Raises `QuarantineRefused`, having released none.
+        No driver's call: a person may make it beside any driver."""
+        self.callers.alive()
+        await self._durable(self.control.release_quarantined(ordinals), "the release")
+
+    async def metrics(self) -> dict[str, float]:
+        """Rollout control's figures now; see `gpu.rollout.figures`."""
+        return figures(self.control, self.waits)
+
+    async def condition(self) -> TidegateError | None:
+        """The fatal error that ended this incarnation, if it has ended."""
+        return self.callers.fatal
+
+    async def status(self) -> dict[str, object]:
+        """What every component waits for, since when, and who can satisfy it."""
+        journal = self.control.books.journal
+        circle = self.watchdog.look()
+        return {
+            **self.control.status(),
+            "run": self.info.run,
+            "waits": self.waits.status(),
+            "circle": circle,
+            "driver": self.callers.owner,
+            "driver_place": self.callers.place,
+            "driver_token": self.callers.token,
+            "engines": self.engines.status(),
+            "journal": {
+                "slot": journal.slot,
+                "durable_seq": journal.durable_seq,
+                "last_seq": journal.last_seq,
+                "undurable_age_s": journal.undurable_age(),
+                "stalled": self.committer.waits_for,
+            },
+            "fatal": str(self.callers.fatal or ""),
+        }
