@@ -154,6 +154,8 @@ class Drivers:
                 yield from self._pause(caller, progress=False)
             else:
                 yield from self._step(caller, control, grant)
+        while not self._world.exams.over(control):
+            yield from self._pause(caller, progress=False)
         yield from self._durable(caller, control.finish("source exhausted"))
 
     def _step(self, caller: Caller, control: RolloutControl, grant: Grant) -> Iterator[bool]:
@@ -185,6 +187,7 @@ class Drivers:
         yield from self._durable(caller, control.publish_policy(self.trainer.digest))
         self._world.engine_version = control.ledger.step
         control.serve(control.ledger.step)
+        self._world.exams.due(control)
         yield from self._pause(caller)
         control.admission.release(hold.hold)
 

@@ -93,7 +93,7 @@ class Incarnations:
         writer = JournalWriter(RUN, claimed.incarnation, name, claimed.tail, world.clock)
         control = RolloutControl(
             claimed.ledger, writer, world.limits, world.clock, length=world.length,
-            group_filter=world.judges.verdict, judged_outside=world.judges.outside,
+            group_filter=world.judges.verdict, judged_outside=world.judges.outside, suites=world.exams.suites,
         )  # fmt: skip
         control.declare(world.judges.recipe())
         world.tally["incarnations"] += 1

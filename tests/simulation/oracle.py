@@ -32,11 +32,12 @@ def check(control: RolloutControl, limits: Limits) -> None:
         for rollout in group.rollouts:
             for name, _ in rollout.rows:
                 users[name] = users.get(name, 0) + 1
-    assert ledger.live == live == len(control.scheduler.active)
+    assert ledger.live == live
+    assert live + control.plain.live == len(control.scheduler.active)
     assert ledger.dispatched == dispatched <= limits.max_completed
     assert len(ledger.groups) <= limits.max_retained
     if limits.submission is Submission.SAMPLE:
-        assert live <= limits.max_executing
+        assert live + control.plain.live <= limits.max_executing
     assert ledger.oldest_counts == counted
     assert {name: block.users for name, block in ledger.blocks.items() if block.users} == users
 
@@ -55,5 +56,7 @@ def check_report(world: World, report: Report) -> None:
         assert segment is not None
         assert segment.header.writer == writer
         assert [row.record.incarnation for row in segment.rows if isinstance(row.record, schema.RunClaimed)] == [number]
+    assert not world.control.ledger.due
+    world.exams.check(set(world.control.ledger.evaluated))
     for name in PROVEN:
         world.tally[name] += getattr(report, name)

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
+from msgspec.structs import replace
 
-from gpu.rollout.messages import Dispatch, Ended, Identity, Outcome, Report, Turn
+from gpu.rollout.messages import Dispatch, Ended, Identity, Outcome, PlainEnded, Report, Turn
 from storage.payload import TurnRow, VersionSpan
 from storage.runs import RunPaths
 from tests.simulation import memo
@@ -81,8 +82,13 @@ class Workers:
         rows: list[TurnRow] = []
         turns: list[Turn] = []
         ended: list[Ended] = []
+        plain: list[PlainEnded] = []
         for run in rng.sample(running, rng.randint(1, len(running))):
             dice = rng.random()
+            if run.dispatch.plain is not None:
+                running.remove(run)
+                plain.append(self._plain(run.dispatch, failed=world.faults and dice < 0.2))
+                continue
             if world.faults and dice < 0.2:
                 running.remove(run)
                 ended.append(Ended(run.dispatch.identity, rng.choice(FAILURES), detail="dice"))
@@ -101,7 +107,14 @@ class Workers:
                 run.sample, run.position = sample + 1, 0
             state = f"{run.sample} {run.position}".encode()
             turns.append(Turn(run.dispatch.identity, run.boundary - 1, before, sample, len(rows) - 1, version, state))
-        return self._report(name, rows, turns, ended)
+        return replace(self._report(name, rows, turns, ended), plain=tuple(plain))
+
+    def _plain(self, dispatch: Dispatch, *, failed: bool) -> PlainEnded:
+        world = self._world
+        if failed:
+            return PlainEnded(dispatch.identity, world.rng.choice(FAILURES), detail="dice")
+        version = max(dispatch.version, -1 if world.engine_version is None else world.engine_version)
+        return PlainEnded(dispatch.identity, Outcome.SEALED, 1, version, version, float(world.rng.random() < 0.5))
 
     def _row(self, run: Running, version: int, *, done: bool) -> TurnRow:
         identity = run.dispatch.identity

@@ -21,6 +21,7 @@ from storage.verify import verify
 from tests.simulation import memo, oracle
 from tests.simulation.alterations import Alterations
 from tests.simulation.drivers import Drivers
+from tests.simulation.exams import Exams
 from tests.simulation.incarnations import RUN, Incarnation, Incarnations
 from tests.simulation.judges import Judges
 from tests.simulation.shapes import PLAIN, Shape, draw_limits
@@ -73,7 +74,8 @@ class World:
                 settings={},
             ),
         )
-        self.workers, self.drivers, self.judges = Workers(self), Drivers(self), Judges(self, seed)
+        self.judges, self.exams = Judges(self, seed), Exams(self, seed)
+        self.workers, self.drivers = Workers(self), Drivers(self)
         self.incarnations, self.alterations = Incarnations(self), Alterations(self)
         self.claiming = True
         with memo.remembering():
