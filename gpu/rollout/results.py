@@ -18,7 +18,7 @@ from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report, Turn
 from gpu.rollout.scheduler import Scheduler
 from storage import schema
-from storage.ledger import GENERATING, LIVE, RESERVED, Group, Rollout, next_samples
+from storage.ledger import GENERATING, LIVE, RESERVED, UNKNOWN_VERSION, Group, Rollout, next_samples
 from storage.rollout_transitions import SIBLING_ENDED
 
 _SEALED = Outcome.SEALED
@@ -84,12 +84,14 @@ class Results:
         failed: list[Ended] = []
         progress: dict[Identity, Turn] = {}
         seen: set[Identity] = set()
+        policy = self._books.ledger.policy
+        newest = policy.number if policy is not None else UNKNOWN_VERSION
         for turn in report.turns:
             rollout = self._current(turn.identity)
             before = progress.get(turn.identity)
             if rollout is None or turn.boundary != (before.boundary + 1 if before else rollout.boundaries):
                 self.ignored["turn"] += 1
-            elif detail := _turn_problem(turn, rollout, before):
+            elif detail := _turn_problem(turn, rollout, before, newest):
                 seen.add(turn.identity)
                 failed.append(Ended(turn.identity, Outcome.MALFORMED, detail=detail))
             else:
@@ -118,10 +120,11 @@ class Results:
                 ended.row < 0
                 or ended.tokens < 1
                 or ended.oldest < rollout.minted_version
+                or ended.oldest > newest
                 or not math.isfinite(ended.reward)
                 or (ended.samples != 1 if latest is None else ended.samples - 1 not in next_samples(latest.sample))
             ):
-                failed.append(Ended(identity, Outcome.MALFORMED, detail=_problem(ended, rollout)))
+                failed.append(Ended(identity, Outcome.MALFORMED, detail=_problem(ended, rollout, newest)))
             else:
                 sealed.append(ended)
         return turns, sealed, failed
@@ -322,23 +325,24 @@ class Results:
             self._admission.ended(self.unpublished.popleft()[1])
 
 
-def _problem(ended: Ended, rollout: Rollout) -> str:
+def _problem(ended: Ended, rollout: Rollout, newest: int) -> str:
     """Which rule a success breaks: that makes it a malformed result, and no crash of the worker."""
     if not math.isfinite(ended.reward):
         return f"reward {ended.reward} is not finite"
     if ended.tokens < 1 or ended.row < 0:
         return "no generated token"
-    if ended.oldest < rollout.minted_version:
-        return f"tokens of version {ended.oldest}, dispatched at {rollout.minted_version}"
+    if not rollout.minted_version <= ended.oldest <= newest:
+        return f"tokens of version {ended.oldest}, dispatched at {rollout.minted_version}, published up to {newest}"
     return f"{ended.samples} samples, which do not follow from the turns before"
 
 
-def _turn_problem(turn: Turn, rollout: Rollout, before: Turn | None) -> str:
-    """Which rule a turn breaks, or "". `before` is the turn before it when that is in the same report."""
+def _turn_problem(turn: Turn, rollout: Rollout, before: Turn | None, newest: int) -> str:
+    """Which rule a turn breaks, or "". `before` is the turn before it when that is in the same report, `newest` the
+    last published version."""
     last = before or rollout.boundary
     number, sample = (last.turn, last.sample) if last else (-1, -1)
-    if turn.oldest < rollout.minted_version:
-        return f"tokens of version {turn.oldest}"
+    if not rollout.minted_version <= turn.oldest <= newest:
+        return f"tokens of version {turn.oldest}, dispatched at {rollout.minted_version}, published up to {newest}"
     if turn.row < 0 or turn.turn != number + 1:
         return f"turn {turn.turn} in row {turn.row} after turn {number}"
     return "" if turn.sample in next_samples(sample) else f"sample {turn.sample} after sample {sample}"
