@@ -31,8 +31,8 @@ class Leasing:
         self._admission, self._scheduler, self._results = admission, scheduler, results
         self.staleness: Counter[int] = Counter()
         """Leased groups by the versions between their oldest token and their training."""
-        self._committed_last: tuple[int, str] = (0, "")
-        self._rolled_back_last = 0
+        self._committed_last: tuple[int, int, str, str] | None = None
+        self._rolled_back_last: int | None = None
 
     # ------------------------------------------------------------------ issue
 
@@ -151,17 +151,20 @@ class Leasing:
     def commit(self, lease: int, step: int, state_digest: str, weights_digest: str, metrics: dict[str, float]) -> int:
         """The step happened. Returns the sequence number to wait for. Raises `LeaseRefused`."""
         ledger = self._books.ledger
-        if (lease, state_digest) == self._committed_last or self._committed(step, lease, state_digest):
+        this = (lease, step, state_digest, weights_digest)
+        if this == self._committed_last or self._committed(*this):
             return self._books.journal.last_seq
         if ledger.lease is None or (ledger.lease.lease, ledger.lease.step) != (lease, step):
             raise self._refuse("commit", lease)
         seq = self._books.record(schema.StepCommitted(step, lease, state_digest, weights_digest, metrics))
-        self._committed_last = (lease, state_digest)
+        self._committed_last = this
         return seq
 
-    def _committed(self, step: int, lease: int, state_digest: str) -> bool:
+    def _committed(self, lease: int, step: int, state_digest: str, weights_digest: str) -> bool:
         done = self._books.ledger.steps.get(step)
-        return done is not None and done.lease.lease == lease and done.state_digest == state_digest
+        if done is None or done.lease.lease != lease:
+            return False
+        return (done.state_digest, done.weights_digest) == (state_digest, weights_digest)
 
     def roll_back(self, lease: int, reason: str) -> int:
         """The trainer is proven untouched: the groups are completed again. Raises `LeaseRefused`."""
