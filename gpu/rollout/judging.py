@@ -59,8 +59,10 @@ class Judging:
 
     def ended(self, ordinal: int) -> bool:
         """The verdict is there. False when nobody waits for it any more: the group was settled otherwise."""
+        if self._at_work.pop(ordinal, None) is None:
+            return False
         self._failed.pop(ordinal, None)
-        return self._at_work.pop(ordinal, None) is not None
+        return True
 
     def failed(self, ordinal: int, problem: str, now: float) -> None:
         """The work raised: again later."""
