@@ -53,6 +53,8 @@ class RolloutControl:
         )
         self.leasing = Leasing(self.books, limits, self.admission, self.scheduler, self.results)
         self.evaluations = Evaluations(self.books, limits, self.plain, suites)
+        if ledger.finished:
+            self.admission.close(ledger.finished)
 
     @property
     def ledger(self) -> Ledger:
