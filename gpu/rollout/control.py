@@ -69,7 +69,6 @@ class RolloutControl:
     def report(self, report: Report) -> Accepted:
         """Finished turns and ended attempts of a worker."""
         accepted = self.results.report(report)
-        self.leasing.evict()
         if report.plain:
             plain = sum(self.plain.end(ended) for ended in report.plain)
             self.evaluations.collect()
@@ -190,7 +189,9 @@ class RolloutControl:
     # ------------------------------------------------------------------ life
 
     def durable(self, seq: int) -> None:
+        """Records up to `seq` are durable: what they completed or rolled back is in the buffer now, within its cap."""
         self.results.durable(seq)
+        self.leasing.evict()
 
     def tick(self) -> None:
         """Let time pass: verdicts that are due again."""
