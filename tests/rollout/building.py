@@ -9,15 +9,15 @@ import numpy as np
 from gpu.rollout.control import RolloutControl
 from gpu.rollout.evaluation import Suite
 from gpu.rollout.limits import Limits, Order, Submission
-from gpu.rollout.messages import Dispatch, Ended, Grant, Outcome, PlainEnded, Report, Turn
+from gpu.rollout.messages import Dispatch, Ended, Grant, Outcome, PlainEnded, Report, Turn, Wait
 from gpu.rollout.results import GroupFilter, keep_all
 from storage.clock import VirtualClock
 from storage.filesystem import Store
-from storage.journal import JournalWriter, claim, read_journal, store_frozen
+from storage.journal import Frozen, JournalWriter, claim, read_journal, rows_of, store_frozen
 from storage.memory import MemoryStore
 from storage.payload import TurnRow, VersionSpan, encode_block
 from storage.runs import create_run, make_run
-from storage.schema import AttemptAbandoned
+from storage.schema import AttemptAbandoned, Record
 
 RUN = "r"
 
@@ -33,8 +33,21 @@ def limits(**changes: object) -> Limits:
     return Limits(**{**values, **changes})  # type: ignore[arg-type]
 
 
+class Logged(JournalWriter):
+    """Also adds each record to `history`, which begins with what was durable when the incarnation began."""
+
+    history: list[Record]
+
+    def append(self, record: Record, blob: bytes | None = None) -> int:
+        self.history.append(record)
+        return super().append(record, blob)
+
+
 class Bench:
-    """A control with its store and clock, and shorthand for what workers, engines and the trainer do."""
+    """A control with its store and clock, and shorthand for what workers, engines and the trainer do.
+
+    `frozen` is the segment that was cut and is not confirmed yet.
+    """
 
     def __init__(
         self,
@@ -64,7 +77,9 @@ class Bench:
         claimed = claim(self.store, RUN, self.limits.num_siblings, owner="t", writer=f"w{self.clock.monotonic()}",
                         reason="test", clock=self.clock)  # fmt: skip
         self.clock.advance(0.001)
-        self.writer = JournalWriter(RUN, claimed.incarnation, f"w{claimed.incarnation}", claimed.tail, self.clock)
+        self.writer = Logged(RUN, claimed.incarnation, f"w{claimed.incarnation}", claimed.tail, self.clock)
+        self.writer.history = [row.record for row in rows_of(read_journal(self.store, RUN))]
+        self.frozen: Frozen | None = None
         self.control = RolloutControl(
             claimed.ledger, self.writer, self.limits, self.clock, length=self.length, group_filter=self.group_filter,
             judged_outside=self.judged_outside, suites=self.suites,
@@ -83,25 +98,46 @@ class Bench:
     def digest(self) -> str:
         return f"weights-{self.control.ledger.step}"
 
+    def freeze(self) -> None:
+        """Cut the next segment, if there is anything to cut and none is under way."""
+        if self.frozen is None and self.writer.last_seq > self.writer.durable_seq:
+            self.frozen = self.writer.freeze()
+
+    def land(self, *, confirmed: bool = True) -> None:
+        """The segment under way is stored; whoever waits for it learns that only when `confirmed`."""
+        frozen = self.frozen
+        if frozen is None:
+            return
+        store_frozen(self.store, RUN, self.control.ledger.incarnation, frozen)
+        if not confirmed:
+            return
+        self.frozen = None
+        self.writer.confirm(frozen)
+        self.control.ledger.placed(frozen.slot, frozen.last)
+        self.control.durable(frozen.last)
+
     def flush(self) -> None:
+        """Everything becomes durable."""
         while self.writer.last_seq > self.writer.durable_seq:
-            frozen = self.writer.freeze()
-            store_frozen(self.store, RUN, self.control.ledger.incarnation, frozen)
-            self.writer.confirm(frozen)
-            self.control.ledger.placed(frozen.slot, frozen.last)
-            self.control.durable(frozen.last)
+            self.freeze()
+            self.land()
 
     def rows(self, dispatches: list[Dispatch], reward: float, version: int | None = None) -> list[TurnRow]:
+        """The last turns of attempts."""
         return [
-            TurnRow(
-                d.identity.group, d.identity.sibling, d.identity.attempt,
-                d.continuation.turn + 1 if d.continuation else 0, 0,
-                2 * (d.continuation.turn + 1) if d.continuation else 0,
-                np.array([1, 2], np.int32), np.array([0, -0.5], np.float32), np.array([0, 1], np.int8),
-                (VersionSpan(d.identity.incarnation, d.version if version is None else version, 1),), True, reward, "",
-            )
+            self.row(d, d.continuation.turn + 1 if d.continuation else 0, d.version if version is None else version,
+                     reward)
             for d in dispatches
         ]  # fmt: skip
+
+    def row(self, dispatch: Dispatch, turn: int, version: int, reward: float, *, done: bool = True) -> TurnRow:
+        """A turn of one prompt token and one generated token."""
+        identity = dispatch.identity
+        return TurnRow(
+            identity.group, identity.sibling, identity.attempt, turn, 0, 2 * turn, np.array([1, 2], np.int32),
+            np.array([0, -0.5], np.float32), np.array([0, 1], np.int8),
+            (VersionSpan(identity.incarnation, version, 1),), done, reward, "",
+        )  # fmt: skip
 
     def report_of(self, dispatches: list[Dispatch], reward: float = 1.0, version: int | None = None) -> Report:
         self.blocks += 1
@@ -116,7 +152,7 @@ class Bench:
 
     def turn_of(self, dispatch: Dispatch, turn: int, boundary: int) -> Report:
         self.blocks += 1
-        row = self.rows([dispatch], 0.0)[0]
+        row = self.row(dispatch, turn, dispatch.version, 0.0, done=False)
         block = encode_block(f"{self.control.ledger.incarnation}-w-{self.blocks}", [row])
         made = Turn(dispatch.identity, boundary, turn, 0, 0, dispatch.version, b"state")
         return Report("w", block.name, block.digest, len(block.data), block.data, (made,), ())
@@ -144,10 +180,41 @@ class Bench:
 
     def train(self) -> tuple[int, ...]:
         """One whole step; returns its groups."""
+        return self.commit(self.grant())
+
+    def grant(self) -> Grant:
+        """A lease, which must be possible."""
         grant = self.control.try_lease()
         assert isinstance(grant, Grant), grant
-        step = self.control.ledger.step + 1
+        return grant
+
+    def commit(self, grant: Grant) -> tuple[int, ...]:
+        """The step of a lease happened, and its weights are served."""
+        step = grant.lease.step
         self.control.leasing.commit(grant.lease.lease, step, f"state-{step}", f"weights-{step}", {})
         self.flush()
         self.activate()
-        return tuple(group.ordinal for group in grant.lease.groups)
+        return ordinals(grant)
+
+    def waits(self) -> Wait:
+        """What the trainer waits for."""
+        found = self.control.try_lease()
+        assert isinstance(found, Wait), found
+        return found
+
+    def place(self, ordinal: int) -> str:
+        """Where an ordinal is."""
+        ledger = self.control.ledger
+        if ordinal in ledger.groups:
+            return ledger.groups[ordinal].state.value
+        settled = {"consumed": ledger.consumed, "discarded": ledger.discarded, "quarantined": ledger.quarantined}
+        return next((where for where, there in settled.items() if ordinal in there), "nowhere")
+
+    def counts(self, prefix: str) -> dict[str, int]:
+        """The ledger's counts whose names begin so, without the prefix."""
+        counts = self.control.ledger.counts
+        return {name.removeprefix(prefix): n for name, n in counts.items() if name.startswith(prefix) and n}
+
+
+def ordinals(grant: Grant) -> tuple[int, ...]:
+    return tuple(group.ordinal for group in grant.lease.groups)

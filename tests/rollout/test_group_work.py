@@ -19,7 +19,7 @@ from storage.runs import create_run, make_run
 from storage.verify import verify
 from tests.faults.house import until
 from tests.rollout.building import RUN, Bench, limits
-from tests.rollout.test_manager import Engines
+from tests.rollout.desk import Engines
 
 
 class Moody:

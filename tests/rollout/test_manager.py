@@ -3,120 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable, Callable
 
 import pytest
 
-from gpu.rollout.calls import Attached
-from gpu.rollout.committer import FlushSettings
 from gpu.rollout.drain import Drain, DrainAction, DrainPolicy
-from gpu.rollout.engine_control import EngineControl
-from gpu.rollout.manager import ManagerSettings, RolloutManager, open_manager
-from gpu.rollout.messages import Caller, Dispatch, Ended, Outcome, Report
-from gpu.rollout.results import keep_all
+from gpu.rollout.manager import RolloutManager
+from gpu.rollout.messages import Caller, Report
 from storage.clock import SystemClock
-from storage.errors import (
-    DeadlineExceeded,
-    HoldRefused,
-    RunBusy,
-    RunFenced,
-    StoreUnavailable,
-    TidegateError,
-)
-from storage.filesystem import Bytes
+from storage.errors import DeadlineExceeded, HoldRefused, RunBusy, RunFenced, TidegateError
 from storage.journal import claim
-from storage.ledger import Policy
-from storage.memory import MemoryStore
-from storage.runs import create_run, make_run
-from tests.rollout.building import RUN, limits
-
-
-class Engines(EngineControl):
-    """Serve a version at once; pausing lasts as long as the test wants."""
-
-    names = ("e",)
-
-    def __init__(self) -> None:
-        self.manager: RolloutManager | None = None
-        self.paused = asyncio.Event()
-        self.paused.set()
-        self.cancelled = 0
-
-    async def activate(self, policy: Policy) -> None:
-        assert self.manager is not None
-        self.manager.serve(policy.number)
-
-    async def pause(self) -> int:
-        await self.paused.wait()
-        return 0
-
-    async def cancel(self) -> int:
-        self.cancelled += 1
-        return 3
-
-
-class Outage(MemoryStore):
-    """Refuses to create while `down`."""
-
-    down = False
-
-    def create(self, key: str, data: Bytes) -> None:
-        if self.down:
-            raise StoreUnavailable("no room", expected="room", action="make room")
-        super().create(key, data)
-
-
-class Desk:
-    """A manager with one driver and one worker at hand."""
-
-    def __init__(self) -> None:
-        self.store = Outage()
-        self.engines = Engines()
-        info = make_run(run=RUN, created=0.0, num_siblings=2, staleness=1, fingerprints={}, settings={})
-        create_run(self.store, info)
-        self.manager = open_manager(
-            self.store, info, limits(), SystemClock(), ManagerSettings(FlushSettings(0.01, 1 << 20, 0.05), 60.0, 0.3),
-            owner="first", reason="start", length=None, group_filter=keep_all,
-        )  # fmt: skip
-        self.engines.manager, self.manager.engines = self.manager, self.engines
-        self.blocks = 0
-
-    async def open(self) -> None:
-        self.manager.start()
-        self.caller = (await self.attach("flow")).caller
-        await self.update(0)
-
-    async def attach(self, owner: str, take_over: bool = False) -> Attached:
-        return await self.manager.attach(owner, take_over, "here:1")
-
-    async def update(self, step: int) -> None:
-        hold = await self.manager.acquire(self.caller, "update", 60.0)
-        await self.manager.publish_policy(self.caller, f"weights-{step}")
-        await self.manager.activate(self.caller, hold)
-        await self.manager.release(self.caller, hold.hold)
-
-    async def take(self, count: int = 100, worker: str = "w", timeout: float = 1.0) -> list[Dispatch]:
-        return (await self.manager.take(self.manager.incarnation, worker, count, timeout)).dispatches
-
-    async def finish(self, dispatches: list[Dispatch], outcome: Outcome = Outcome.SEALED) -> None:
-        self.blocks += 1
-        ended = tuple(Ended(d.identity, outcome, row, 1, d.version, 1.0) for row, d in enumerate(dispatches))
-        report = Report("w", f"b{self.blocks}", "0" * 64, 0, None, (), ended)
-        await self.manager.report(self.manager.incarnation, report)
-
-
-@pytest.fixture
-async def desk() -> AsyncIterator[Desk]:
-    one = Desk()
-    await one.open()
-    yield one
-    one.engines.paused.set()
-    await one.manager.stop()
-
-
-async def soon() -> None:
-    await asyncio.sleep(0.03)
-
+from tests.rollout.building import RUN
+from tests.rollout.desk import Desk, soon
 
 # ---------------------------------------------------------------------- batches
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
 
 import pytest
 
@@ -16,17 +15,7 @@ from storage.errors import DeadlineExceeded, HoldRefused, QuarantineRefused
 from storage.ledger import Policy
 from tests.faults.house import until
 from tests.rollout.building import Bench
-from tests.rollout.test_manager import Desk, Engines
-
-
-@pytest.fixture
-async def desk() -> AsyncIterator[Desk]:
-    one = Desk()
-    await one.open()
-    yield one
-    one.engines.paused.set()
-    await one.manager.stop()
-
+from tests.rollout.desk import Desk, Engines
 
 # ---------------------------------------------------------------------- waits
 
