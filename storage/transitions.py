@@ -132,8 +132,12 @@ def _open_lease(ledger: Ledger, seq: int, record: Record, lease: int) -> Lease:
 
 
 def _lease_rolled_back(ledger: Ledger, seq: int, record: schema.LeaseRolledBack) -> None:
-    for group in _open_lease(ledger, seq, record, record.lease).groups:
+    lease = _open_lease(ledger, seq, record, record.lease)
+    later = ledger.completed
+    ledger.completed = {}  # they completed before whatever is there, and stay first
+    for group in lease.groups:
         ledger.set_state(ledger.groups[group.ordinal], COMPLETED)
+    ledger.completed |= later
     ledger.lease = None
 
 

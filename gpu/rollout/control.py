@@ -22,7 +22,7 @@ from storage import schema
 from storage.clock import Clock
 from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
 from storage.journal import JournalWriter
-from storage.ledger import RESERVED, Group, Ledger, Recipe
+from storage.ledger import RESERVED, UNKNOWN_VERSION, Group, Ledger, Recipe
 from storage.quarantine import check_release
 
 
@@ -55,6 +55,8 @@ class RolloutControl:
         self.evaluations = Evaluations(self.books, limits, self.plain, suites)
         if ledger.finished:
             self.admission.close(ledger.finished)
+        else:
+            self.results.quarantine_spent()
 
     @property
     def ledger(self) -> Ledger:
@@ -70,10 +72,15 @@ class RolloutControl:
         """Finished turns and ended attempts of a worker."""
         accepted = self.results.report(report)
         if report.plain:
-            plain = sum(self.plain.end(ended) for ended in report.plain)
+            plain = sum(self.plain.end(ended, self._newest) for ended in report.plain)
             self.evaluations.collect()
             return Accepted(accepted.accepted + plain, accepted.ignored + len(report.plain) - plain)
         return accepted
+
+    @property
+    def _newest(self) -> int:
+        """The newest published version."""
+        return self.ledger.policy.number if self.ledger.policy is not None else UNKNOWN_VERSION
 
     def _plain_ended(self, identity: Identity) -> None:
         self.scheduler.ended(identity)
@@ -84,7 +91,7 @@ class RolloutControl:
         if identity.group >= 0:
             self.results.abandon(identity, outcome, detail)
         else:
-            self.plain.end(PlainEnded(identity, outcome, detail=detail))
+            self.plain.end(PlainEnded(identity, outcome, detail=detail), self._newest)
             self.evaluations.collect()
 
     def lose_worker(self, worker: str) -> int:

@@ -17,7 +17,7 @@ from typing import Any
 from gpu.rollout.calls import Attached, Callers
 from gpu.rollout.committer import Committer, FlushSettings
 from gpu.rollout.control import RolloutControl
-from gpu.rollout.drain import Drained, DrainPolicy
+from gpu.rollout.drain import Drain, Drained, DrainPolicy
 from gpu.rollout.draining import Drainer
 from gpu.rollout.engine_control import EngineControl
 from gpu.rollout.evaluation import Suite
@@ -26,6 +26,7 @@ from gpu.rollout.group_work import judge_groups
 from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Accepted, Caller, Grant, Hold, Report, Wait, Work
 from gpu.rollout.operations import Operations
+from gpu.rollout.pausing import Pausing
 from gpu.rollout.people_calls import PeopleCalls
 from gpu.rollout.results import GroupFilter
 from gpu.rollout.signal import Signal, wait_event
@@ -69,7 +70,7 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         self.changed = Signal()
         self.callers = Callers(control.ledger.incarnation, clock, settings.driver_silence_s, self.changed)
         self.waits = Waits(clock)
-        self.operations = Operations()
+        self.operations, self.pausing = Operations(), Pausing()
         self.watchdog = Watchdog(self, clock)
         self._drainer = Drainer(control, self.callers, self.changed, self.waits, clock)
         self._judge = judge
@@ -183,7 +184,7 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         `RunBusy` and `RunFenced`, see `Callers`."""
         replaced = self.callers.owner
         caller = await self.callers.attach(owner, take_over, place, attempt)
-        self.control.admission.release_token(caller.token - 1)
+        self.pausing.end(self.control.admission.release_token(caller.token - 1), self.engines)
         self.changed.notify()
         return Attached(caller, replaced, self.control.ledger.finished)
 
@@ -248,7 +249,7 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         """Idempotent."""
         self.callers.check(caller)
         self.control.admission.release(hold)
-        await self.engines.resume()
+        await self.pausing.ended([hold], self.engines)
         self.changed.notify()
 
     async def release_owner(self, owner: str) -> list[int]:
@@ -256,7 +257,7 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         if owner != self.callers.owner:
             return []
         released = self.control.admission.release_token(self.callers.token)
-        await self.engines.resume()
+        await self.pausing.ended(released, self.engines)
         self.changed.notify()
         return released
 
@@ -266,6 +267,8 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         started = self._clock.monotonic()
         with self.callers.call(caller):
             self.control.admission.confirm(hold.hold, hold.epoch)
+            if policy.mode is Drain.BOUNDARY:
+                self.pausing.begin(hold.hold)
             draining = self._drainer.drain(caller, hold, policy, self.engines)
             left = await self.operations.under(hold.hold, draining)
             self.committer.appended()

@@ -198,8 +198,9 @@ class Plain:
 
     # ------------------------------------------------------------------ ends
 
-    def end(self, ended: PlainEnded) -> bool:
-        """An attempt ended. False when it is not a live one: too late, or twice."""
+    def end(self, ended: PlainEnded, newest: int) -> bool:
+        """An attempt ended; `newest` is the newest published version. False when it is not a live one: too late, or
+        twice."""
         identity = ended.identity
         group = self._groups.get(identity.group)
         rollout = group.rollouts[identity.sibling] if group and 0 <= identity.sibling < len(group.rollouts) else None
@@ -212,7 +213,7 @@ class Plain:
             self.ignored[ended.outcome.value] += 1
             return False
         self._end_attempt(identity.group, identity.sibling, rollout)
-        if ended.outcome is Outcome.SEALED and _well_formed(ended):
+        if ended.outcome is Outcome.SEALED and _well_formed(ended, newest):
             rollout.sample = Sample(ended.reward, ended.tokens, ended.oldest, ended.newest)
         else:
             rollout.losses += ended.outcome in LOSSES
@@ -237,8 +238,8 @@ class Plain:
             group.source.finish(group.result())
 
 
-def _well_formed(ended: PlainEnded) -> bool:
-    return ended.tokens >= 1 and 0 <= ended.oldest <= ended.newest and math.isfinite(ended.reward)
+def _well_formed(ended: PlainEnded, newest: int) -> bool:
+    return ended.tokens >= 1 and 0 <= ended.oldest <= ended.newest <= newest and math.isfinite(ended.reward)
 
 
 def plain_share(limits: Limits) -> int:

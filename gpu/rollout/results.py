@@ -16,8 +16,9 @@ from gpu.rollout.books import Books
 from gpu.rollout.judging import Judging
 from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report, Turn
-from gpu.rollout.scheduler import Scheduler
+from gpu.rollout.scheduler import Scheduler, spent
 from storage import schema
+from storage.errors import TwoOwners
 from storage.ledger import GENERATING, LIVE, RESERVED, UNKNOWN_VERSION, Group, Rollout, next_samples
 from storage.rollout_transitions import SIBLING_ENDED
 
@@ -62,9 +63,10 @@ class Results:
         self.ignored: Counter[str] = Counter()
 
     def report(self, report: Report) -> Accepted:
-        """Apply a report; repeating it changes nothing."""
+        """Apply a report; repeating it changes nothing. Raises `TwoOwners` for a block of another content."""
         turns, sealed, failed = self._sort(report)
         if turns or sealed:
+            self._check_block(report)
             self._store_block(report)
         for turn in turns:
             self._commit_turn(report.block, turn)
@@ -144,6 +146,17 @@ class Results:
         return None
 
     # ------------------------------------------------------------------ what they do
+
+    def _check_block(self, report: Report) -> None:
+        """A block's name stands for one content. Raises `TwoOwners`, having settled nothing."""
+        known = self._books.ledger.blocks.get(report.block)
+        if known is not None and known.digest != report.digest:
+            raise TwoOwners(
+                f"worker {report.worker} reports block {report.block!r} with digest {report.digest[:12]}",
+                expected=f"digest {known.digest[:12]}, as it is stored",
+                action="two workers use one name; stop both and run verify",
+                code="token_row",
+            )
 
     def _store_block(self, report: Report) -> None:
         ledger = self._books.ledger
@@ -310,12 +323,16 @@ class Results:
 
     def _quarantine_if_spent(self, group: Group) -> None:
         """A group with a spent budget is settled once none of its siblings is live."""
-        limits = self._limits
-        spent = [r for r in group.rollouts if r.failures >= limits.max_attempts or r.losses >= limits.max_losses]
-        if spent and group.state is RESERVED:
-            reason = f"{spent[0].failures} failed attempts, {spent[0].losses} lost processes"
+        rollout = spent(group, self._limits)
+        if rollout is not None and group.state is RESERVED:
+            reason = f"{rollout.failures} failed attempts, {rollout.losses} lost processes"
             self._books.record(schema.GroupQuarantined(group.ordinal, reason))
             self._scheduler.settled(group.ordinal)
+
+    def quarantine_spent(self) -> None:
+        """After a restart: groups whose last live sibling ended with the incarnation before, or with its limits."""
+        for group in list(self._books.ledger.groups.values()):
+            self._quarantine_if_spent(group)
 
     # ------------------------------------------------------------------ durability
 

@@ -198,7 +198,7 @@ class Scheduler:
         again: list[Dispatch] = []
         known = [ledger.groups[ordinal] for ordinal in self._waiting if ordinal not in self.backoff]
         for group in sorted(known, key=_urgency):
-            missing = _missing(group)
+            missing = [] if spent(group, self._limits) else _missing(group)
             if not missing:
                 self._waiting.pop(group.ordinal)
                 continue
@@ -270,6 +270,14 @@ class Scheduler:
         if len(siblings) == len(group.rollouts) or not _missing(group):
             self._waiting.pop(group.ordinal, None)
         return minted
+
+
+def spent(group: Group, limits: Limits) -> Rollout | None:
+    """A rollout whose attempt budget is used up: its group is set aside as soon as none of its siblings is live."""
+    for rollout in group.rollouts:
+        if rollout.failures >= limits.max_attempts or rollout.losses >= limits.max_losses:
+            return rollout
+    return None
 
 
 def _missing(group: Group) -> list[int]:

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from gpu.rollout.messages import Hold, Wait
-from gpu.rollout.signal import seen
 from storage.clock import Clock
 
 if TYPE_CHECKING:
@@ -23,7 +22,6 @@ class Watchdog:
 
     def __init__(self, manager: RolloutManager, clock: Clock) -> None:
         self._manager, self._clock = manager, clock
-        self._resuming: set[asyncio.Future[Any]] = set()
         self._circle = ""
 
     async def run(self) -> None:
@@ -44,11 +42,7 @@ class Watchdog:
         aborted = await self._manager.operations.abort(hold.hold)
         self._manager.control.admission.release(hold.hold)
         log.warning("op=expire hold=%d owner=%s purpose=%s aborted=%d", hold.hold, hold.owner, hold.purpose, aborted)
-        # In the background: an engine that does not answer must not keep time from passing.
-        resuming = asyncio.ensure_future(self._manager.engines.resume())
-        resuming.add_done_callback(seen)
-        self._resuming.add(resuming)
-        resuming.add_done_callback(self._resuming.discard)
+        self._manager.pausing.end([hold.hold], self._manager.engines)
         self._manager.changed.notify()
 
     def look(self) -> str:

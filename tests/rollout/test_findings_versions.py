@@ -64,7 +64,6 @@ def test_tokens_of_a_version_that_cannot_have_made_them_are_no_result_and_are_co
     assert bench.counts("turn_committed") == {}
 
 
-@pytest.mark.xfail(strict=True, reason="an evaluation whose result names such a version can never be recorded")
 def test_an_evaluation_survives_a_result_of_a_version_that_was_never_published() -> None:
     """A22 for plain executions: the report raises, and the evaluation stays due for ever."""
     bench = Bench(suites=[Suite("one", 1, 1, 0.0)], staleness=None, max_executing=32, max_completed=8, max_retained=8)

@@ -244,7 +244,6 @@ def test_a_prompt_that_always_aborts_is_tried_ever_more_rarely_then_set_aside_an
     assert (bench.place(0), sorted(trained)) == ("quarantined", list(range(1, 20)))
 
 
-@pytest.mark.xfail(strict=True, reason="a rollout with a spent budget is minted again while a sibling is live")
 @pytest.mark.parametrize("crash", [False, True])
 def test_a_rollout_whose_budget_is_spent_is_not_tried_again_while_its_siblings_finish(crash: bool) -> None:
     """A12, with a slow sibling, and with a crash that ends it: the group is set aside as soon as none is live."""

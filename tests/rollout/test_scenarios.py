@@ -48,7 +48,6 @@ def test_a_turn_out_of_order_is_a_malformed_result_and_no_crash_of_the_worker() 
     assert bench.counts("payload_stored") == {}
 
 
-@pytest.mark.xfail(strict=True, reason="only the name of a stored block is looked at, not its digest")
 def test_a_report_that_gives_a_stored_block_another_content_settles_nothing() -> None:
     """4. A second settlement with other content."""
     bench = Bench()

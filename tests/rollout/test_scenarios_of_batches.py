@@ -78,7 +78,6 @@ def test_a_requeue_that_never_became_durable_happens_again() -> None:
 # ---------------------------------------------------------------------- the lease
 
 
-@pytest.mark.xfail(strict=True, reason="a batch that is rolled back goes behind the groups that completed after it")
 def test_a_batch_that_was_rolled_back_is_the_first_to_be_leased_again() -> None:
     """38. Completion order, which a rollback does not change."""
     bench = Bench(staleness=None)
