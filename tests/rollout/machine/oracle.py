@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Identity
 from storage import schema
 from storage.ledger import Ledger
@@ -72,8 +73,9 @@ class Oracle:
     """Raises AssertionError for a record that breaks a rule. `staleness` is the bound for leases from now on. `tally`
     counts what happened, by kind and by reason."""
 
-    def __init__(self, num_siblings: int, staleness: int | None = None) -> None:
-        self._num_siblings, self.staleness = num_siblings, staleness
+    def __init__(self, limits: Limits) -> None:
+        self._limits = limits
+        self.staleness: int | None = None
         self.tally: Counter[str] = Counter()
         self.groups: dict[int, Owned] = {}
         self.settled: dict[int, str] = {}
@@ -165,7 +167,7 @@ class Oracle:
     def _group_reserved(self, record: schema.GroupReserved) -> None:
         assert record.first == self.frontier
         for ordinal in range(record.first, record.first + record.count):
-            self.groups[ordinal] = Owned([Slot() for _ in range(self._num_siblings)])
+            self.groups[ordinal] = Owned([Slot() for _ in range(self._limits.num_siblings)])
         self.frontier += record.count
 
     def _attempts_minted(self, record: schema.AttemptsMinted) -> None:
@@ -185,7 +187,7 @@ class Oracle:
             group.dispatched, group.whole = True, self.recovery == "prompt_group"
 
     def _groups_dispatched(self, record: schema.GroupsDispatched) -> None:
-        assert record.siblings == self._num_siblings
+        assert record.siblings == self._limits.num_siblings
         for ordinal in range(record.first, record.first + record.count):
             group = self.groups[ordinal]
             assert not group.dispatched
@@ -254,6 +256,8 @@ class Oracle:
     def _group_quarantined(self, record: schema.GroupQuarantined) -> None:
         group = self.groups[record.group]
         assert group.place == "reserved", "no attempt of it is live"
+        attempts, losses = self._limits.max_attempts, self._limits.max_losses
+        assert any(slot.failures >= attempts or slot.losses >= losses for slot in group.slots), "a budget is spent"
         self._used[record.group] = tuple(slot.attempt for slot in group.slots)
         self._settle(record.group, "quarantined")
 

@@ -96,7 +96,7 @@ class World:
 
     def read_again(self) -> None:
         """A new lineage: what is durable. All but its last record, the new claim, was counted when it was written."""
-        self.oracle = Oracle(self.limits.num_siblings)
+        self.oracle = Oracle(self.limits)
         *counted, _ = self.bench.writer.history
         for record in counted:
             self.oracle.see(record)
