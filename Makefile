@@ -46,7 +46,7 @@ demo: $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2,$(VENV)/.installed)
 	$(BIN)/python -m flows.demo --model $(MODEL) --storage $(STORAGE) --seed $(DEMO_SEED)
 
 test: $(VENV)/.installed
-	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadfile --durations=10
+	$(BIN)/python -m pytest -m "not slow" -n $(JOBS) --dist loadgroup --no-loadscope-reorder --durations=10
 
 faults: $(VENV)/.installed
 	TIDEGATE_KILLS=$(KILLS) TIDEGATE_CLAIMS=$(CLAIMS) \

@@ -14,6 +14,18 @@ settings.register_profile("tidegate", deadline=None)
 settings.load_profile("tidegate")
 
 
+CLUSTERS = ("composition", "test_cluster.py", "test_metrics.py", "test_demo.py", "test_fencing.py",
+            "test_storage_of_users.py", "test_evaluation.py")  # fmt: skip
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """How processes share the tests: whole files, and all that start a Ray cluster in one process, one after another.
+    Two clusters on one machine compete for the ports of Ray's agents."""
+    for item in items:
+        cluster = any(part in CLUSTERS for part in item.path.parts) and "rollout" not in item.path.parts
+        item.add_marker(pytest.mark.xdist_group("clusters" if cluster else str(item.path)))
+
+
 @pytest.fixture(scope="session")
 def seaweed_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[S3Server]:
     with running_seaweed(tmp_path_factory.mktemp("seaweed")) as (server, _):

@@ -187,7 +187,7 @@ async def test_what_others_occupy_is_an_error_after_the_bound_that_says_what_is_
     check_resources(spec)
     try:
         with pytest.raises(ResourceUnavailable, match="and 0 are free") as caught:
-            await attempt(spec, RayCluster(spec), lambda resumed: None, lambda step: None)
+            await RayCluster(spec).trainer()
         assert "trainer" in caught.value.found
         assert "1.0 GPUs" in caught.value.found
     finally:

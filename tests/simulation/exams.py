@@ -22,7 +22,7 @@ class Exams:
         self._world = world
         self._dice = random.Random(f"exams {seed}")
         wanted = [Suite(f"s{n}", self._dice.randint(1, 3), self._dice.randint(1, 2), 0.0) for n in range(2)]
-        drawn = wanted[: self._dice.choice([0, 0, 1, 2])]
+        drawn = wanted[: self._dice.choice([1, 2])] if self._dice.random() < world.shape.exams else []
         self.suites = [suite for suite in drawn if self._fits(suite)]
 
     def _fits(self, suite: Suite) -> bool:

@@ -14,7 +14,8 @@ class Shape:
 
     `lengths` of the source in groups; `chaos` steps with faults, of which `fault_rate` are one, `late_faults` times as
     many after the first trained step; `flush_s` virtual seconds until a segment is cut without a waiter; `checkpoints`
-    after a step; `files`: a token block is an object of its own; `races` at a claim; `alterations` before one.
+    after a step; `files`: a token block is an object of its own; `races` at a claim; `alterations` before one;
+    `exams`: a run is evaluated.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Shape:
     files: float
     races: float
     alterations: float
+    exams: float = 0.5
 
 
 SHAPES = {
@@ -83,8 +85,8 @@ SHAPES = {
     )
 }
 
-PLAIN = replace(SHAPES["large"], files=0.0)
-"""For tests that edit a finished run: all token blocks travel in the journal."""
+PLAIN = replace(SHAPES["large"], files=0.0, exams=0.0)
+"""For tests that edit a finished run: all token blocks travel in the journal, and nothing is evaluated."""
 
 
 def draw_limits(rng: random.Random, shape: Shape) -> Limits:
