@@ -35,6 +35,7 @@ from typing import Any
 
 from rollout_parts import RUN, NoopDriver, NoopWorker, machine, make_limits, make_manager, resident_mb, stop
 
+from gpu.collector import tune_collector
 from gpu.rollout.limits import Submission
 from storage.journal import read_journal
 from storage.local import LocalStore
@@ -46,6 +47,7 @@ RAW_SLOTS = 500
 
 async def measure(folder: Path, parsed: argparse.Namespace) -> dict[str, float]:
     """One policy: the whole chain for so many groups, after a tenth of them as warm-up."""
+    tune_collector()
     manager = make_manager(LocalStore(folder), make_limits(parsed.siblings, parsed.batch, Submission(parsed.policy)))
     manager.start()
     worker = asyncio.create_task(NoopWorker("w", manager, manager.incarnation, parsed.tokens).run())

@@ -24,6 +24,7 @@ from gpu.actors import (
     find_actor,
     start_actor,
 )
+from gpu.collector import tune_collector
 from gpu.fence import until_fenced
 from gpu.fleet import Fleet
 from gpu.metrics import publish_for_ever
@@ -102,6 +103,7 @@ class ManagerActor(Hosted):
     async def make(self, *args: Any) -> int:
         """Claim the run; returns the incarnation."""
         spec, owner, reason = args
+        tune_collector()
         store = open_store(spec.storage_url)
         manager = await asyncio.to_thread(claim_manager, store, spec, SystemClock(), owner, reason)
         self.target = manager

@@ -31,7 +31,7 @@ class Outcome(Enum):
     WORKER_LOST = "worker_lost"
 
 
-class Identity(msgspec.Struct, frozen=True, gc=False):
+class Identity(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
     """One attempt, unique over the life of a run."""
 
     group: int

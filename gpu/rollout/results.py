@@ -85,7 +85,7 @@ class Results:
         sealed: list[Ended] = []
         failed: list[Ended] = []
         progress: dict[Identity, Turn] = {}
-        seen: set[Identity] = set()
+        seen: set[int] = set()  # rollouts that a turn or an end of this report has spoken for
         policy = self._books.ledger.policy
         newest = policy.number if policy is not None else UNKNOWN_VERSION
         for turn in report.turns:
@@ -94,7 +94,7 @@ class Results:
             if rollout is None or turn.boundary != (before.boundary + 1 if before else rollout.boundaries):
                 self.ignored["turn"] += 1
             elif detail := _turn_problem(turn, rollout, before, newest):
-                seen.add(turn.identity)
+                seen.add(id(rollout))
                 failed.append(Ended(turn.identity, Outcome.MALFORMED, detail=detail))
             else:
                 progress[turn.identity] = turn
@@ -110,11 +110,11 @@ class Results:
                 or rollout.state is not LIVE
                 or rollout.attempt != identity.attempt
                 or rollout.incarnation != identity.incarnation
-                or identity in seen
+                or id(rollout) in seen
             ):
                 self.ignored[ended.outcome.value] += 1
                 continue
-            seen.add(identity)
+            seen.add(id(rollout))
             latest = progress.get(identity, rollout.boundary) if progress else rollout.boundary
             if ended.outcome is not _SEALED:
                 failed.append(ended)
