@@ -18,6 +18,7 @@ CLUSTERS = ("composition", "test_cluster.py", "test_metrics.py", "test_demo.py",
             "test_storage_of_users.py", "test_evaluation.py")  # fmt: skip
 
 
+@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """How processes share the tests: whole files, and all that start a Ray cluster in one process, one after another.
     Two clusters on one machine compete for the ports of Ray's agents."""
