@@ -15,16 +15,15 @@ settings.load_profile("tidegate")
 
 
 CLUSTERS = ("composition", "test_cluster.py", "test_metrics.py", "test_demo.py", "test_fencing.py",
-            "test_storage_of_users.py", "test_evaluation.py")  # fmt: skip
+            "test_storage_of_users.py")  # fmt: skip
 
 
-@pytest.hookimpl(tryfirst=True)  # xdist reads the groups in the same hook
+@pytest.hookimpl(tryfirst=True)  # before the hook that selects by marker
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """How processes share the tests: whole files, and all that start a Ray cluster in one process, one after another.
-    Two clusters on one machine compete for the ports of Ray's agents."""
+    """Marks what starts a Ray cluster: `make test` runs that beside the rest, one cluster after another."""
     for item in items:
-        cluster = any(part in CLUSTERS for part in item.path.parts) and "rollout" not in item.path.parts
-        item.add_marker(pytest.mark.xdist_group("clusters" if cluster else str(item.path)))
+        if any(part in CLUSTERS for part in item.path.parts):
+            item.add_marker(pytest.mark.cluster)
 
 
 @pytest.fixture(scope="session")
