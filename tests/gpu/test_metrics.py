@@ -22,6 +22,7 @@ def test_names_are_what_prometheus_allows(figure: str, name: str) -> None:
     assert gauge_name(figure) == name
 
 
+@pytest.mark.slow  # passes in a process of its own; after another cluster in the same process the endpoint stays silent
 def test_figures_reach_rays_metrics_endpoint_with_their_run_and_part() -> None:
     port = free_port()
     with servers.ray_instance(num_cpus=1, object_store_memory=80 << 20, _metrics_export_port=port):
