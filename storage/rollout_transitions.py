@@ -254,6 +254,8 @@ def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> list[tuple[
         raise illegal(record, seq, f"rewards {record.rewards}, tokens {record.tokens}", "finite rewards, tokens >= 0")
     if len({id(rollout) for _, rollout in pairs}) != len(pairs):
         raise illegal(record, seq, "two seals of one rollout", "each rollout once")
+    if len(set(record.rows)) != len(pairs):
+        raise illegal(record, seq, f"rows {record.rows}", "each row of the block once")
     ledger.check_block(record.block, record, seq)
     return pairs
 

@@ -86,6 +86,7 @@ class Results:
         failed: list[Ended] = []
         progress: dict[Identity, Turn] = {}
         seen: set[int] = set()  # rollouts that a turn or an end of this report has spoken for
+        rows: set[int] = set()  # of the report's block, each one rollout's
         policy = self._books.ledger.policy
         newest = policy.number if policy is not None else UNKNOWN_VERSION
         for turn in report.turns:
@@ -96,7 +97,11 @@ class Results:
             elif detail := _turn_problem(turn, rollout, before, newest):
                 seen.add(id(rollout))
                 failed.append(Ended(turn.identity, Outcome.MALFORMED, detail=detail))
+            elif turn.row in rows:
+                seen.add(id(rollout))
+                failed.append(Ended(turn.identity, Outcome.MALFORMED, detail=f"row {turn.row} is another's"))
             else:
+                rows.add(turn.row)
                 progress[turn.identity] = turn
                 turns.append(turn)
         groups, last = self._books.ledger.groups, self._limits.num_siblings - 1
@@ -120,14 +125,17 @@ class Results:
                 failed.append(ended)
             elif (
                 ended.row < 0
+                or ended.row in rows
                 or ended.tokens < 1
                 or ended.oldest < rollout.minted_version
                 or ended.oldest > newest
                 or not math.isfinite(ended.reward)
                 or (ended.samples != 1 if latest is None else ended.samples - 1 not in next_samples(latest.sample))
             ):
-                failed.append(Ended(identity, Outcome.MALFORMED, detail=_problem(ended, rollout, newest)))
+                problem = f"row {ended.row} is another's" if ended.row in rows else _problem(ended, rollout, newest)
+                failed.append(Ended(identity, Outcome.MALFORMED, detail=problem))
             else:
+                rows.add(ended.row)
                 sealed.append(ended)
         return turns, sealed, failed
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable
+from typing import Any
 
 import msgspec
 import pytest
@@ -46,6 +47,24 @@ def test_a_turn_out_of_order_is_a_malformed_result_and_no_crash_of_the_worker() 
     assert bench.control.report(bench.turn_of(dispatch, turn=3, boundary=0)).accepted == 1
     assert bench.counts("abandoned_") == {"malformed": 1}
     assert bench.counts("payload_stored") == {}
+
+
+@pytest.mark.parametrize("first", ["turn", "seal"])
+@pytest.mark.parametrize("second", ["turn", "seal"])
+def test_two_rollouts_that_claim_one_row_of_tokens_are_one_result_and_one_malformed(first: str, second: str) -> None:
+    """4. The same tokens would be trained for two slots."""
+    bench = Bench()
+    one, other = everything(bench)[:2]
+    block = bench.report_of([one])
+    entries: dict[str, list[Any]] = {"turn": [], "seal": []}
+    for kind, dispatch in ((first, one), (second, other)):
+        made = bench.turn_of(dispatch, 0, 0).turns if kind == "turn" else bench.report_of([dispatch]).ended
+        entries[kind].append(made[0])
+    report = msgspec.structs.replace(block, turns=tuple(entries["turn"]), ended=tuple(entries["seal"]))
+    assert {entry.row for entry in (*report.turns, *report.ended)} == {0}
+    bench.control.report(report)
+    assert bench.counts("abandoned_") == {"malformed": 1}
+    assert bench.control.ledger.counts["turn_committed"] + bench.control.ledger.counts["rollouts_sealed"] == 1
 
 
 def test_a_report_that_gives_a_stored_block_another_content_settles_nothing() -> None:

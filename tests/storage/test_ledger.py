@@ -96,6 +96,7 @@ def fold(records: list[Record], n: int = 2) -> Ledger:
         ([CLAIM, RESERVE, mint(), BLOCK], seal(rewards=(1.0, float("nan"))), "finite reward"),
         ([CLAIM, RESERVE, mint(), BLOCK], seal(siblings=(0, 0)), "each rollout once"),
         ([CLAIM, RESERVE, mint(), BLOCK], seal(rows=(0,)), "equal, non-empty columns"),
+        ([CLAIM, RESERVE, mint(), BLOCK], seal(rows=(1, 1)), "each row of the block once"),
         ([*SEALED], seal(), "live at attempt 0"),
         ([*SEALED], BLOCK, "new block name"),
         ([CLAIM, RESERVE, mint(), BLOCK, seal(siblings=(0,))], COMPLETE, "generating with 2"),
