@@ -15,9 +15,9 @@ def started() -> tuple[Bench, list[Dispatch]]:
 
 
 def turn_report(bench: Bench, dispatch: Dispatch, *turns: tuple[int, int]) -> Report:
-    """One report of turns (turn, sample), with ascending boundaries."""
+    """One report of turns (turn, sample), with ascending boundaries and rows."""
     report = bench.turn_of(dispatch, 0, 0)
-    made = [Turn(dispatch.identity, at, turn, sample, 0, 0, b"") for at, (turn, sample) in enumerate(turns)]
+    made = [Turn(dispatch.identity, at, turn, sample, at, 0, b"") for at, (turn, sample) in enumerate(turns)]
     return msgspec.structs.replace(report, turns=tuple(made))
 
 
@@ -28,8 +28,8 @@ def turn_report(bench: Bench, dispatch: Dispatch, *turns: tuple[int, int]) -> Re
         ([(1, 0)], "turn 1 in row 0 after turn -1"),
         ([(0, 0), (1, 2)], "sample 2 after sample 0"),
         ([(0, 0), (1, 1), (2, 0)], "sample 0 after sample 1"),
-        ([(0, 0), (0, 0)], "turn 0 in row 0 after turn 0"),
-        ([(0, 0), (2, 0)], "turn 2 in row 0 after turn 0"),
+        ([(0, 0), (0, 0)], "turn 0 in row 1 after turn 0"),
+        ([(0, 0), (2, 0)], "turn 2 in row 1 after turn 0"),
     ],
 )
 @pytest.mark.parametrize("together", [True, False], ids=["one report", "report by report"])
@@ -72,7 +72,8 @@ def test_a_seal_ends_the_open_sample_or_one_more(
     bench, (one, _) = started()
     report = turn_report(bench, one, *turns)
     end = bench.report_of([one])
-    ended = tuple(msgspec.structs.replace(entry, samples=samples) for entry in end.ended)
+    row = len(turns) if together else 0
+    ended = tuple(msgspec.structs.replace(entry, samples=samples, row=row) for entry in end.ended)
     if together:
         bench.control.report(msgspec.structs.replace(report, ended=ended))
     else:
