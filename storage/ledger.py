@@ -143,6 +143,14 @@ class Lease(msgspec.Struct, frozen=True, gc=False):
     version: int
     groups: tuple[TrainedGroup, ...]
     final: bool
+    blocks: dict[str, int]
+    """How many rows of each block its groups have."""
+
+
+def make_lease(lease: int, step: int, version: int, groups: Iterable[Group], *, final: bool) -> Lease:
+    trained = tuple([trained_group(group) for group in groups])
+    blocks = Counter([name for group in trained for rows in group.rows for name, _ in rows])
+    return Lease(lease, step, version, trained, final, dict(blocks))
 
 
 @dataclass(frozen=True, slots=True)
@@ -347,7 +355,7 @@ class Ledger:
 
     def keep_rows(self, lease: Lease) -> None:
         """The rows of a lease that is committed: no unsettled rollout uses them any more, a redo may."""
-        for name, count in _rows_by_block(lease).items():
+        for name, count in lease.blocks.items():
             block = self.blocks[name]
             block.users -= count
             block.retained += count
@@ -356,7 +364,7 @@ class Ledger:
 
     def forget_rows(self, lease: Lease) -> None:
         """No redo needs the rows of this committed lease any more."""
-        for name, count in _rows_by_block(lease).items():
+        for name, count in lease.blocks.items():
             block = self.blocks[name]
             block.retained -= count
             self._drop_unused(name, block)
@@ -374,7 +382,3 @@ class Ledger:
 
     def add_unplaced(self, seq: int, name: str) -> None:
         self._unplaced.append((seq, name))
-
-
-def _rows_by_block(lease: Lease) -> Counter[str]:
-    return Counter([name for group in lease.groups for rows in group.rows for name, _ in rows])

@@ -24,7 +24,7 @@ from storage.ledger import (
     Policy,
     Recipe,
     Step,
-    trained_group,
+    make_lease,
 )
 from storage.rollout_transitions import end_attempt, illegal
 from storage.schema import Record
@@ -114,13 +114,8 @@ def _lease_issued(ledger: Ledger, seq: int, record: schema.LeaseIssued) -> None:
             raise illegal(record, seq, f"group {ordinal} is {group.state.value}", "completed")
     for ordinal in record.groups:
         ledger.set_state(ledger.groups[ordinal], LEASED)
-    ledger.lease = Lease(
-        record.lease,
-        record.step,
-        record.version,
-        tuple(trained_group(ledger.groups[ordinal]) for ordinal in record.groups),
-        record.final,
-    )
+    groups = [ledger.groups[ordinal] for ordinal in record.groups]
+    ledger.lease = make_lease(record.lease, record.step, record.version, groups, final=record.final)
     ledger.next_lease += 1
 
 

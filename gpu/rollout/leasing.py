@@ -18,7 +18,7 @@ from gpu.rollout.scheduler import Scheduler
 from gpu.rollout.staleness import select
 from storage import schema
 from storage.errors import LeaseRefused
-from storage.ledger import RESERVED, UNKNOWN_VERSION, Group, Lease, trained_group
+from storage.ledger import RESERVED, UNKNOWN_VERSION, Group, Lease, make_lease
 
 
 class Leasing:
@@ -128,10 +128,9 @@ class Leasing:
 
     def grant(self, lease: Lease) -> Grant:
         """The open lease with where its rows lie."""
-        names = {name for group in lease.groups for rows in group.rows for name, _ in rows}
-        hot = {name: data for name in names if (data := self._books.hot.get(name)) is not None}
+        hot = {name: data for name in lease.blocks if (data := self._books.hot.get(name)) is not None}
         ledger = self._books.ledger
-        return Grant(lease, ledger.state_digest, {name: ledger.blocks[name] for name in names}, hot)
+        return Grant(lease, ledger.state_digest, {name: ledger.blocks[name] for name in lease.blocks}, hot)
 
     def buffered_staleness(self) -> Counter[int]:
         """Completed groups by how old they are now, in versions."""
@@ -143,8 +142,7 @@ class Leasing:
         ready = self._ready()[:count]
         if not ready:
             return None
-        groups = tuple(trained_group(group) for group in ready)
-        return self.grant(Lease(0, 0, self._books.ledger.step, groups, False))
+        return self.grant(make_lease(0, 0, self._books.ledger.step, ready, final=False))
 
     # ------------------------------------------------------------------ settle
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable
+from itertools import repeat
 
 from gpu.rollout.admission import Admission
 from gpu.rollout.backoff import Backoff
@@ -249,7 +250,7 @@ class Scheduler:
             siblings = range(limits.num_siblings)
             ordinals = range(first, first + count)
             minted = [Identity(ordinal, sibling, 0, incarnation) for ordinal in ordinals for sibling in siblings]
-            self.active.update(dict.fromkeys(minted, ""))
+            self.active.update(zip(minted, repeat("")))
             version = self.version
             self._queue.extend([Dispatch(identity, version, 0) for identity in minted])
 
