@@ -15,8 +15,10 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from bench_limits import bench_limits
+
 from gpu.rollout.control import RolloutControl
-from gpu.rollout.limits import Limits, Order, Submission, check_limits
+from gpu.rollout.limits import Limits, Submission, check_limits
 from gpu.rollout.messages import Dispatch, Ended, Grant, Identity, Outcome, Report
 from storage.clock import VirtualClock
 from storage.journal import JournalWriter, claim
@@ -55,27 +57,8 @@ def limits_for(staleness: int | None, *, batch: int, siblings: int, slots: int, 
     and one batch, and the groups in backoff. Raises `ConfigurationRefused`."""
     executing = slots // siblings
     completed = BACKOFF + (executing + batch if staleness is None else batch * (staleness + 1))
-    limits = Limits(
-        num_siblings=siblings,
-        batch=batch,
-        staleness=staleness,
-        submission=submission,
-        order=Order.FIFO,
-        max_executing=slots if submission is Submission.SAMPLE else executing,
-        max_retained=completed,
-        max_completed=completed,
-        max_hot_bytes=1 << 30,
-        eviction_cap=None,
-        prefetch=0,
-        max_backoff=BACKOFF,
-        max_postprocessing=64,
-        max_attempts=5,
-        max_losses=20,
-        backoff_base_s=0.5,
-        backoff_max_s=60.0,
-        undurable_age_s=30.0,
-        undurable_bytes=64 << 20,
-        discard_end_of_source=False,
+    limits = bench_limits(
+        siblings, batch, submission, staleness=staleness, executing=executing, completed=completed, backoff=BACKOFF
     )
     check_limits(limits)
     return limits

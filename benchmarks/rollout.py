@@ -35,7 +35,7 @@ from typing import Any
 
 from rollout_parts import RUN, NoopDriver, NoopWorker, machine, make_limits, make_manager, resident_mb, stop
 
-from gpu.collector import tune_collector
+from gpu.collector import collect_by_the_clock
 from gpu.rollout.limits import Submission
 from storage.journal import read_journal
 from storage.local import LocalStore
@@ -47,9 +47,9 @@ RAW_SLOTS = 500
 
 async def measure(folder: Path, parsed: argparse.Namespace) -> dict[str, float]:
     """One policy: the whole chain for so many groups, after a tenth of them as warm-up."""
-    tune_collector()
     manager = make_manager(LocalStore(folder), make_limits(parsed.siblings, parsed.batch, Submission(parsed.policy)))
     manager.start()
+    collector = asyncio.create_task(collect_by_the_clock())
     worker = asyncio.create_task(NoopWorker("w", manager, manager.incarnation, parsed.tokens).run())
     try:
         driver = NoopDriver(manager, (await manager.attach("bench", False, f"here:{os.getpid()}")).caller)
@@ -59,7 +59,7 @@ async def measure(folder: Path, parsed: argparse.Namespace) -> dict[str, float]:
         trained = await driver.train(parsed.groups - parsed.groups // 10)
         cpu, wall = time.process_time() - cpu, time.perf_counter() - wall
     finally:
-        await stop(manager, worker)
+        await stop(manager, worker, collector)
     return {
         "cpu_us_per_group": cpu / trained * 1e6,
         "groups_per_s": trained / wall,

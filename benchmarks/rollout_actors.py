@@ -13,7 +13,7 @@ from rollout_parts import NoopDriver, NoopWorker, make_limits, make_manager
 
 from flows.settings import RAY
 from gpu.actors import Hosted, Remote
-from gpu.collector import tune_collector
+from gpu.collector import collect_by_the_clock
 from gpu.rollout.limits import Submission
 from gpu.rollout.messages import Caller
 from storage.local import LocalStore
@@ -24,7 +24,7 @@ class ManagerActor(Hosted):
 
     async def make(self, *args: Any) -> int:
         folder, siblings, batch, submission = args
-        tune_collector()
+        self._collecting = asyncio.create_task(collect_by_the_clock())
         limits = make_limits(siblings, batch, submission)
         self.target = await asyncio.to_thread(make_manager, LocalStore(folder), limits)
         self.target.start()

@@ -10,10 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
+from bench_limits import bench_limits
 
 from gpu.rollout.committer import FlushSettings
 from gpu.rollout.engine_control import EngineControl
-from gpu.rollout.limits import Limits, Order, Submission
+from gpu.rollout.limits import Limits, Submission
 from gpu.rollout.manager import ManagerSettings, RolloutManager, open_manager
 from gpu.rollout.messages import Accepted, Caller, Dispatch, Ended, Grant, Hold, Outcome, Report, Work
 from gpu.rollout.results import keep_all
@@ -63,28 +64,7 @@ class InstantEngines(EngineControl):
 def make_limits(siblings: int, batch: int, submission: Submission) -> Limits:
     """As a user sets them for a staleness bound of 2: room for all groups that the bound admits, and one batch more."""
     groups = 4 * batch
-    return Limits(
-        num_siblings=siblings,
-        batch=batch,
-        staleness=2,
-        submission=submission,
-        order=Order.FIFO,
-        max_executing=groups * siblings if submission is Submission.SAMPLE else groups,
-        max_retained=groups,
-        max_completed=groups,
-        max_hot_bytes=64 << 20,
-        eviction_cap=None,
-        prefetch=0,
-        max_backoff=batch,
-        max_postprocessing=64,
-        max_attempts=5,
-        max_losses=20,
-        backoff_base_s=0.5,
-        backoff_max_s=60.0,
-        undurable_age_s=10.0,
-        undurable_bytes=64 << 20,
-        discard_end_of_source=False,
-    )
+    return bench_limits(siblings, batch, submission, staleness=2, executing=groups, completed=groups, backoff=batch)
 
 
 def make_manager(store: Store, limits: Limits) -> RolloutManager:

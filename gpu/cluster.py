@@ -24,7 +24,7 @@ from gpu.actors import (
     find_actor,
     start_actor,
 )
-from gpu.collector import tune_collector
+from gpu.collector import collect_by_the_clock
 from gpu.fence import until_fenced
 from gpu.fleet import Fleet
 from gpu.metrics import publish_for_ever
@@ -103,7 +103,7 @@ class ManagerActor(Hosted):
     async def make(self, *args: Any) -> int:
         """Claim the run; returns the incarnation."""
         spec, owner, reason = args
-        tune_collector()
+        self._collecting = asyncio.create_task(collect_by_the_clock())
         store = open_store(spec.storage_url)
         manager = await asyncio.to_thread(claim_manager, store, spec, SystemClock(), owner, reason)
         self.target = manager

@@ -37,8 +37,12 @@ def gauge_name(figure: str) -> str:
 
 
 async def publish_for_ever(run: str, ask: Callable[[], Awaitable[dict[str, float]]]) -> None:
-    """Publish every few seconds as long as this process lives."""
+    """Publish every few seconds as long as this process lives. A round that fails costs its figures, not the next
+    round's."""
     gauges = Gauges(run)
     while True:
-        gauges.publish(await ask())
+        try:
+            gauges.publish(await ask())
+        except Exception:  # figures are for looking at: whatever is wrong with them, the run goes on
+            log.exception("op=metrics decision=skip_round run=%s", run)
         await asyncio.sleep(EVERY_S)

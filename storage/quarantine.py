@@ -7,10 +7,11 @@ from collections.abc import Callable, Sequence
 
 from storage import schema
 from storage.clock import Clock
-from storage.errors import CommitUnknown, QuarantineRefused, StoreUnavailable
+from storage.errors import QuarantineRefused
 from storage.filesystem import Store
 from storage.journal import JournalWriter, claim, store_frozen
 from storage.ledger import Ledger
+from storage.retry import until_known
 from storage.runs import open_run
 from storage.transitions import apply
 
@@ -43,11 +44,5 @@ def release_by_claim(
         apply(claimed.ledger, claimed.ledger.next_seq, record)
         journal.append(record)
     frozen = journal.freeze()
-    tries = 0
-    while True:
-        try:
-            store_frozen(store, run, claimed.incarnation, frozen)
-            return claimed.incarnation
-        except (StoreUnavailable, CommitUnknown):
-            tries += 1
-            sleep(min(5.0, 0.05 * 2.0**tries))
+    until_known("the release", lambda: store_frozen(store, run, claimed.incarnation, frozen), sleep)
+    return claimed.incarnation

@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import msgspec
 
-from gpu.rollout.calls import Callers
-from gpu.rollout.control import RolloutControl
 from gpu.rollout.messages import Caller, Wait
-from gpu.rollout.signal import Signal, wait_event
-from gpu.rollout.waits import Waits
-from storage.clock import Clock
+from gpu.rollout.parts import ManagerParts
+from gpu.rollout.signal import wait_event
 from storage.schema import EvaluationDone
 
 
@@ -21,17 +18,8 @@ class Evaluated(msgspec.Struct, frozen=True):
     newest: dict[str, EvaluationDone]
 
 
-class EvaluationCalls:
-    """What a manager must have to answer them."""
-
-    control: RolloutControl
-    callers: Callers
-    changed: Signal
-    waits: Waits
-    _clock: Clock
-
-    async def _durable(self, seq: int, what: str) -> None:
-        raise NotImplementedError
+class EvaluationCalls(ManagerParts):
+    """What a driver asks about evaluations."""
 
     async def evaluate(self, caller: Caller, step: int) -> int:
         """The weights after `step`, the last committed one, are to be evaluated; returns when that is durable. Nothing

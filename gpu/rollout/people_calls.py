@@ -2,30 +2,13 @@
 
 from __future__ import annotations
 
-from gpu.rollout.calls import Callers
-from gpu.rollout.committer import Committer
-from gpu.rollout.control import RolloutControl
-from gpu.rollout.engine_control import EngineControl
 from gpu.rollout.figures import figures
-from gpu.rollout.waits import Waits
-from gpu.rollout.watchdog import Watchdog
+from gpu.rollout.parts import ManagerParts
 from storage.errors import TidegateError
-from storage.runs import RunInfo
 
 
-class PeopleCalls:
-    """What a manager must have to answer them."""
-
-    control: RolloutControl
-    callers: Callers
-    waits: Waits
-    engines: EngineControl
-    info: RunInfo
-    committer: Committer
-    watchdog: Watchdog
-
-    async def _durable(self, seq: int, what: str) -> None:
-        raise NotImplementedError
+class PeopleCalls(ManagerParts):
+    """What anybody may ask."""
 
     async def quarantined(self) -> dict[int, str]:
         """Groups that spent their attempt budget, and why."""

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from gpu.rollout.manager import RolloutManager
 
 TICK_S = 0.1
+STANDS_S = 2.0
 
 log = logging.getLogger(__name__)
 
@@ -22,7 +23,9 @@ class Watchdog:
 
     def __init__(self, manager: RolloutManager, clock: Clock) -> None:
         self._manager, self._clock = manager, clock
-        self._circle = ""
+        self._named = ""
+        self._seen: tuple[str, int] = ("", 0)
+        self._since = 0.0
 
     async def run(self) -> None:
         control = self._manager.control
@@ -51,8 +54,16 @@ class Watchdog:
         waits.note("submission", control.scheduler.why_idle())
         busy = control.scheduler.active or len(control.results.judging) or control.results.unpublished
         waits.note("workers", None if busy else Wait("attempts to run", "submission", "work", "submission"))
-        circle = waits.circle()
-        if circle and circle != self._circle:
+        circle = self._standing(waits.circle())
+        if circle and circle != self._named:
             log.error("op=watchdog decision=wait_for_a_person circle=%s", circle)
-        self._circle = circle
+        self._named = circle
         return circle
+
+    def _standing(self, circle: str) -> str:
+        """The circle, once it has stood for a while in which nothing was recorded: each hand-over from one component
+        to the next looks like one for a moment."""
+        seen = circle, self._manager.control.books.journal.last_seq
+        if seen != self._seen:
+            self._seen, self._since = seen, self._clock.monotonic()
+        return circle if self._clock.monotonic() - self._since >= STANDS_S else ""

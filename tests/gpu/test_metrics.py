@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 import urllib.request
 from typing import Any
@@ -10,6 +11,7 @@ import pytest
 import ray
 
 from flows.stack import free_port
+from gpu import metrics
 from gpu.metrics import Gauges, gauge_name
 from tests import servers
 
@@ -20,6 +22,27 @@ from tests import servers
 )
 def test_names_are_what_prometheus_allows(figure: str, name: str) -> None:
     assert gauge_name(figure) == name
+
+
+async def test_a_round_that_fails_costs_its_figures_and_not_the_next_rounds(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    published: list[dict[str, float]] = []
+    monkeypatch.setattr(metrics, "EVERY_S", 0.0)
+    monkeypatch.setattr(metrics.Gauges, "publish", lambda gauges, figures: published.append(figures))
+    rounds = [{"a": 1.0}, RuntimeError("no figures"), {"a": 3.0}]
+
+    async def ask() -> dict[str, float]:
+        if not rounds:
+            raise asyncio.CancelledError
+        if isinstance(found := rounds.pop(0), Exception):
+            raise found
+        return found
+
+    with pytest.raises(asyncio.CancelledError):
+        await metrics.publish_for_ever("r1", ask)
+    assert published == [{"a": 1.0}, {"a": 3.0}]
+    assert "no figures" in caplog.text
 
 
 @pytest.mark.slow  # passes in a process of its own; after another cluster in the same process the endpoint stays silent

@@ -7,6 +7,7 @@ import logging
 
 import pytest
 
+from gpu.rollout import watchdog
 from gpu.rollout.drain import Drain, DrainAction, DrainPolicy
 from gpu.rollout.messages import Outcome, Wait
 from gpu.rollout.waits import Waits, find_circle
@@ -69,16 +70,38 @@ async def test_status_says_of_each_component_what_it_waits_for_since_when_and_wh
 
 
 async def test_a_circle_of_waits_is_named_in_status_in_the_log_and_in_the_error(
-    desk: Desk, caplog: pytest.LogCaptureFixture
+    desk: Desk, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A source that hands out nothing more while a batch is short of groups, as only a defect could bring it about:
     submission is told that the completed capacity is full although no group is there."""
+    monkeypatch.setattr(watchdog, "STANDS_S", 0.2)
     desk.manager.control.ledger.dispatched = desk.manager.control.limits.max_completed
     with caplog.at_level(logging.ERROR), pytest.raises(DeadlineExceeded) as caught:
         await desk.manager.lease(desk.caller, 0.4)
     assert "circle" in caught.value.found
     for name in ("trainer waits for workers", "workers waits for submission", "submission waits for trainer"):
         assert name in caught.value.found
+    assert "op=watchdog" in caplog.text
+
+
+async def test_a_circle_counts_when_it_has_stood_for_a_while_in_which_nothing_was_recorded(
+    desk: Desk, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Two components that hand over to each other both wait for a moment."""
+    clock = VirtualClock()
+    watch = watchdog.Watchdog(desk.manager, clock)
+    taken = await desk.take()
+    desk.manager.waits.note("a", Wait("b's turn", "b", "turn", "b"))
+    desk.manager.waits.note("b", Wait("a's turn", "a", "turn", "a"))
+    assert watch.look() == ""
+    clock.advance(watchdog.STANDS_S - 0.1)
+    await desk.finish(taken)
+    assert watch.look() == "", "something was recorded meanwhile"
+    clock.advance(watchdog.STANDS_S - 0.1)
+    assert watch.look() == ""
+    assert "op=watchdog" not in caplog.text
+    clock.advance(0.1)
+    assert watch.look() == "a waits for b: b's turn; b waits for a: a's turn"
     assert "op=watchdog" in caplog.text
 
 

@@ -1,4 +1,5 @@
-"""Rewrite a run's journal so that every digest and the chain fit again: only its meaning is altered."""
+"""Rewrite a run's journal so that every digest and the chain fit again: only its meaning is altered. And what
+`verify` says of it."""
 
 from __future__ import annotations
 
@@ -8,6 +9,9 @@ from storage.journal import read_journal
 from storage.memory import MemoryStore
 from storage.runs import RunPaths
 from storage.segment import GENESIS, Row, encode_segment, make_header
+from storage.verify import verify
+from tests.rollout.building import limits
+from tests.simulation.world import RUN, World
 
 Edit = Callable[[list[Row], list[int]], None]
 
@@ -35,3 +39,17 @@ def rewrite(store: MemoryStore, run: str, edit: Edit) -> None:
         start = end
         if start == len(rows):
             return
+
+
+def finished_run(seed: int = 3, *, multi_turn: bool = False, **changes: object) -> MemoryStore:
+    """A sound run of 12 ordinals with checkpoints, staleness bound 1, two siblings, batches of two."""
+    world = World(seed, length=12, multi_turn=multi_turn, limits=limits(**changes))
+    world.filter = lambda rewards: ""
+    world.run(chaos=0)
+    return world.store
+
+
+def problems(store: MemoryStore) -> str:
+    report = verify(store, RUN)
+    assert not report.sound
+    return "\n".join(report.problems)

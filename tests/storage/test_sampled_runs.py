@@ -17,9 +17,8 @@ from storage.schema import Record
 from storage.segment import Row
 from storage.transitions import apply
 from storage.verify import verify
-from tests.rollout.building import limits
-from tests.simulation.world import RUN, World
-from tests.storage.editing import rewrite
+from tests.simulation.world import RUN
+from tests.storage.editing import finished_run, problems, rewrite
 from tests.storage.test_ledger import BLOCK, CLAIM, COMPLETE, DISPATCH, RESERVE, fold, mint, seal
 
 
@@ -99,13 +98,6 @@ class TestFold:
 # ---------------------------------------------------------------------- whole runs
 
 
-def finished_run() -> MemoryStore:
-    world = World(3, length=12, multi_turn=True, limits=limits())
-    world.filter = lambda rewards: ""
-    world.run(chaos=0)
-    return world.store
-
-
 def edit_rows(store: MemoryStore, change: Callable[[TurnRow], TurnRow]) -> None:
     """Alter token rows so that every digest fits again."""
 
@@ -119,14 +111,8 @@ def edit_rows(store: MemoryStore, change: Callable[[TurnRow], TurnRow]) -> None:
     rewrite(store, RUN, edit)
 
 
-def problems(store: MemoryStore) -> str:
-    report = verify(store, RUN)
-    assert not report.sound
-    return "\n".join(report.problems)
-
-
 def test_a_sound_run_with_many_samples_is_proven_with_its_numbers() -> None:
-    store = finished_run()
+    store = finished_run(multi_turn=True)
     report = verify(store, RUN)
     assert report.sound, report.problems
     assert (report.consumed, report.lost, report.rollouts_sealed) == (12, 0, 24)
@@ -137,7 +123,7 @@ def test_a_sound_run_with_many_samples_is_proven_with_its_numbers() -> None:
 
 
 def test_the_history_of_a_group_names_the_sample_of_each_turn_and_the_samples_of_each_slot() -> None:
-    store = finished_run()
+    store = finished_run(multi_turn=True)
     several = 0
     for ordinal in range(12):
         history = group_history(store, RUN, ordinal)
@@ -160,13 +146,13 @@ def test_the_history_of_a_group_names_the_sample_of_each_turn_and_the_samples_of
     ],
 )
 def test_rows_moved_to_other_samples_are_found(change: Callable[[TurnRow], TurnRow], says: str) -> None:
-    store = finished_run()
+    store = finished_run(multi_turn=True)
     edit_rows(store, change)
     assert says in problems(store)
 
 
 def test_a_journal_that_miscounts_samples_is_found() -> None:
-    store = finished_run()
+    store = finished_run(multi_turn=True)
 
     def edit(rows: list[Row], incarnations: list[int]) -> None:
         """Every slot whose last turn opened its last sample seems to have ended the sample before, or the reverse."""

@@ -18,17 +18,8 @@ from storage.runs import RunPaths, open_run
 from storage.schema import Record
 from storage.segment import Row
 from storage.verify import verify
-from tests.rollout.building import limits
-from tests.simulation.world import RUN, World
-from tests.storage.editing import rewrite
-
-
-def finished_run(seed: int = 3, **changes: object) -> MemoryStore:
-    """A sound run of 12 ordinals with checkpoints, staleness bound 1, two siblings, batches of two."""
-    world = World(seed, length=12, multi_turn=False, limits=limits(**changes))
-    world.filter = lambda rewards: ""
-    world.run(chaos=0)
-    return world.store
+from tests.simulation.world import RUN
+from tests.storage.editing import finished_run, problems, rewrite
 
 
 def edit_records(store: MemoryStore, change: Callable[[Record], Record | None]) -> None:
@@ -40,12 +31,6 @@ def edit_records(store: MemoryStore, change: Callable[[Record], Record | None]) 
         incarnations[:] = [inc for _, _, inc in kept]
 
     rewrite(store, RUN, edit)
-
-
-def problems(store: MemoryStore) -> str:
-    report = verify(store, RUN)
-    assert not report.sound
-    return "\n".join(report.problems)
 
 
 def test_a_sound_run_is_proven_with_its_numbers() -> None:
