@@ -15,10 +15,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from bench_limits import bench_limits
-
 from gpu.rollout.control import RolloutControl
-from gpu.rollout.limits import Limits, Submission, check_limits
+from gpu.rollout.limits import Limits, Order, Submission, check_limits
 from gpu.rollout.messages import Dispatch, Ended, Grant, Identity, Outcome, Report
 from storage.clock import VirtualClock
 from storage.journal import JournalWriter, claim
@@ -50,6 +48,41 @@ class Ran:
     staleness: list[int]
     generated_tokens: int
     counts: Counter[str]
+
+
+def bench_limits(
+    siblings: int,
+    batch: int,
+    submission: Submission,
+    *,
+    staleness: int | None,
+    executing: int,
+    completed: int,
+    backoff: int,
+) -> Limits:
+    """`executing`, `completed` and `backoff` are groups; the sample policy counts `executing` in rollouts."""
+    return Limits(
+        num_siblings=siblings,
+        batch=batch,
+        staleness=staleness,
+        submission=submission,
+        order=Order.FIFO,
+        max_executing=executing * siblings if submission is Submission.SAMPLE else executing,
+        max_retained=completed,
+        max_completed=completed,
+        max_hot_bytes=64 << 20,
+        eviction_cap=None,
+        prefetch=0,
+        max_backoff=backoff,
+        max_postprocessing=64,
+        max_attempts=5,
+        max_losses=20,
+        backoff_base_s=0.5,
+        backoff_max_s=60.0,
+        undurable_age_s=30.0,
+        undurable_bytes=64 << 20,
+        discard_end_of_source=False,
+    )
 
 
 def limits_for(staleness: int | None, *, batch: int, siblings: int, slots: int, submission: Submission) -> Limits:

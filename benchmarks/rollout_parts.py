@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from bench_limits import bench_limits
+from pipeline import bench_limits
 
 from gpu.rollout.committer import FlushSettings
 from gpu.rollout.engine_control import EngineControl

@@ -127,14 +127,8 @@ class TrainedGroup(msgspec.Struct, frozen=True, gc=False):
 
 def trained_group(group: Group) -> TrainedGroup:
     """A completed group as a lease names it."""
-    rollouts = group.rollouts
-    return TrainedGroup(
-        group.ordinal,
-        tuple([rollout.rows for rollout in rollouts]),
-        tuple([rollout.samples for rollout in rollouts]),
-        tuple([rollout.reward for rollout in rollouts]),
-        group.oldest,
-    )
+    rows, samples, rewards = zip(*[(one.rows, one.samples, one.reward) for one in group.rollouts], strict=True)
+    return TrainedGroup(group.ordinal, rows, samples, rewards, group.oldest)
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False):

@@ -209,12 +209,15 @@ def sealed(ledger: Ledger, seq: int, record: schema.Sealed) -> None:
     moved: dict[int, Group] = {}
     columns = zip(pairs, record.rows, record.samples, record.tokens, record.oldest, record.rewards, strict=True)
     for (group, rollout), row, samples, tokens, oldest, reward in columns:
-        if rollout.rows or oldest != rollout.minted_version:
+        if rollout.rows:
+            rollout.rows = (*rollout.rows, (block, row))
+            rollout.oldest = min(rollout.oldest, oldest)
             moved[group.ordinal] = group
-        rollout.rows = (*rollout.rows, (block, row)) if rollout.rows else ((block, row),)
+        else:
+            rollout.rows, rollout.oldest = ((block, row),), oldest
+            if oldest != rollout.minted_version:
+                moved[group.ordinal] = group
         rollout.state, rollout.reward, rollout.samples, rollout.tokens = SEALED, reward, samples, tokens
-        known = rollout.oldest
-        rollout.oldest = oldest if known == UNKNOWN_VERSION or oldest < known else known
         group.num_live -= 1
         group.num_sealed += 1
         if not group.num_live:

@@ -25,7 +25,7 @@ FORMAT = "tidegate-journal"
 GENESIS = "0" * 64
 _TAG = b"tidegate-segment-sha256:"
 _UNSET = _TAG + b"0" * 64
-_DIGEST = re.compile(_TAG + rb"([0-9a-f]{64})")
+_HEX = re.compile(rb"[0-9a-f]{64}")
 _SCHEMA = pa.schema(
     [
         pa.field("seq", pa.int64(), nullable=False),
@@ -92,21 +92,30 @@ def encode_segment(header: Header, rows: Sequence[Row]) -> tuple[bytes, str]:
         writer.write_batch(batch)
     data = bytearray(sink.getvalue())
     digest = hashlib.sha256(data).hexdigest()
-    for match in list(_DIGEST.finditer(data)):
-        data[match.start(1) : match.end(1)] = digest.encode()
+    _write_digests(data, digest.encode())
     return bytes(data), digest
+
+
+def _digests(data: bytes | bytearray) -> list[slice]:
+    """Where the digest stands: in the schema, with which the file begins, and in the footer's copy of it, with which it
+    ends. Records between them may hold any bytes, this text too."""
+    starts = [at + len(_TAG) for at in (data.find(_TAG), data.rfind(_TAG)) if at >= 0]
+    return [slice(start, start + len(GENESIS)) for start in starts]
+
+
+def _write_digests(data: bytearray, digest: bytes) -> None:
+    for place in _digests(data):
+        data[place] = digest
 
 
 def check_digest(data: bytes, where: str) -> str:
     """The digest a segment carries, proven on its raw bytes. Raises `ArtifactCorrupt`."""
-    matches = list(_DIGEST.finditer(data))
-    stated = {match.group(1).decode() for match in matches}
-    if len(stated) != 1:
+    stated = {bytes(data[place]) for place in _digests(data)}
+    if len(stated) != 1 or not _HEX.fullmatch(min(stated)):
         raise _corrupt(where, f"{len(stated)} stated digests", "one digest in the schema metadata", "digest")
     blank = bytearray(data)
-    for match in matches:
-        blank[match.start(1) : match.end(1)] = b"0" * 64
-    actual, expected = hashlib.sha256(blank).hexdigest(), stated.pop()
+    _write_digests(blank, b"0" * 64)
+    actual, expected = hashlib.sha256(blank).hexdigest(), stated.pop().decode()
     if actual != expected:
         raise _corrupt(where, f"sha256 {actual[:16]}…", f"sha256 {expected[:16]}…", "digest")
     return expected

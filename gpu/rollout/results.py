@@ -6,9 +6,9 @@ and repeats are counted and change nothing. A failure is never a reward of 0.
 
 from __future__ import annotations
 
-import math
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
+from math import isfinite
 from typing import cast
 
 from gpu.rollout.admission import Admission
@@ -85,6 +85,7 @@ class Results:
         sealed: list[Ended] = []
         failed: list[Ended] = []
         progress: dict[Identity, Turn] = {}
+        # Kept only where parts of one report can speak for the same thing.
         seen: set[int] = set()  # rollouts that a turn or an end of this report has spoken for
         rows: set[int] = set()  # of the report's block, each one rollout's
         policy = self._books.ledger.policy
@@ -105,6 +106,8 @@ class Results:
                 progress[turn.identity] = turn
                 turns.append(turn)
         groups, last = self._books.ledger.groups, self._limits.num_siblings - 1
+        entangled = bool(report.turns) or _repeats(report.ended)
+        taken, latest = False, None
         for ended in report.ended:
             identity = ended.identity
             # As `_current`, without the call: this loop is most of what a rollout costs here.
@@ -115,27 +118,29 @@ class Results:
                 or rollout.state is not LIVE
                 or rollout.attempt != identity.attempt
                 or rollout.incarnation != identity.incarnation
-                or id(rollout) in seen
+                or (entangled and id(rollout) in seen)
             ):
                 self.ignored[ended.outcome.value] += 1
                 continue
-            seen.add(id(rollout))
-            latest = progress.get(identity, rollout.boundary) if progress else rollout.boundary
+            latest = rollout.boundary
+            if entangled:
+                seen.add(id(rollout))
+                latest, taken = progress.get(identity, latest), ended.row in rows
             if ended.outcome is not _SEALED:
                 failed.append(ended)
             elif (
-                ended.row < 0
-                or ended.row in rows
+                taken
+                or ended.row < 0
                 or ended.tokens < 1
-                or ended.oldest < rollout.minted_version
-                or ended.oldest > newest
-                or not math.isfinite(ended.reward)
+                or not rollout.minted_version <= ended.oldest <= newest
+                or not isfinite(ended.reward)
                 or (ended.samples != 1 if latest is None else ended.samples - 1 not in next_samples(latest.sample))
             ):
-                problem = f"row {ended.row} is another's" if ended.row in rows else _problem(ended, rollout, newest)
+                problem = f"row {ended.row} is another's" if taken else _problem(ended, rollout, newest)
                 failed.append(Ended(identity, Outcome.MALFORMED, detail=problem))
             else:
-                rows.add(ended.row)
+                if entangled:
+                    rows.add(ended.row)
                 sealed.append(ended)
         return turns, sealed, failed
 
@@ -350,9 +355,14 @@ class Results:
             self._admission.ended(self.unpublished.popleft()[1])
 
 
+def _repeats(ended: Sequence[Ended]) -> bool:
+    """Whether a report names an attempt or a row of its block twice."""
+    return len({one.row for one in ended}) < len(ended) or len({one.identity for one in ended}) < len(ended)
+
+
 def _problem(ended: Ended, rollout: Rollout, newest: int) -> str:
     """Which rule a success breaks: that makes it a malformed result, and no crash of the worker."""
-    if not math.isfinite(ended.reward):
+    if not isfinite(ended.reward):
         return f"reward {ended.reward} is not finite"
     if ended.tokens < 1 or ended.row < 0:
         return "no generated token"

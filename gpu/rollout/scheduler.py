@@ -144,9 +144,10 @@ class Scheduler:
         self._fill()
         taken: list[Dispatch] = []
         unreadable: list[Dispatch] = []
-        while self._queue and len(taken) < limit:
-            dispatch = self._queue.popleft()
-            if dispatch.identity not in self.active:
+        queue, active = self._queue, self.active
+        while queue and len(taken) < limit:
+            dispatch = queue.popleft()
+            if dispatch.identity not in active:
                 continue
             if dispatch.boundary:
                 found = self._continued(dispatch)
@@ -154,9 +155,9 @@ class Scheduler:
                     unreadable.append(dispatch)
                     continue
                 dispatch = found
-            self.active[dispatch.identity] = worker
+            active[dispatch.identity] = worker
             taken.append(dispatch)
-        self._queue.extendleft(reversed(unreadable))
+        queue.extendleft(reversed(unreadable))
         return taken
 
     def _continued(self, dispatch: Dispatch) -> Dispatch | None:

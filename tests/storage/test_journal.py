@@ -57,6 +57,20 @@ def test_a_segment_is_a_plain_arrow_file_that_reads_back() -> None:
     assert segment.header.run == "r"
 
 
+@pytest.mark.parametrize("digits", ["0" * 64, "ab" * 32, "ab" * 20, ""])
+def test_records_may_hold_any_bytes_even_those_that_mark_a_digest(digits: str) -> None:
+    """An environment's state or an error's text is whatever a user's code makes it."""
+    text = f"tidegate-segment-sha256:{digits}"
+    rows = [
+        Row(0, 1.5, schema.RunClaimed(1, "o", text)),
+        Row(1, 2.5, schema.PayloadStored("b", "d", 3, True), text.encode() * 3),
+    ]
+    header = make_header(run="r", incarnation=1, writer="w", slot=0, first=0, last=1, previous=GENESIS)
+    data, digest = encode_segment(header, rows)
+    segment = decode_segment(data, "x")
+    assert (segment.rows, segment.digest) == (rows, digest)
+
+
 def test_every_flipped_bit_and_every_truncation_is_detected_before_parsing() -> None:
     data = segment_bytes()
     dice = random.Random(0)
