@@ -77,7 +77,7 @@ def make_manager(store: Store, limits: Limits) -> RolloutManager:
         info,
         limits,
         SystemClock(),
-        ManagerSettings(FlushSettings(0.25, 4 << 20, 5.0), 60.0, 300.0),
+        ManagerSettings(FlushSettings(0.25, 4 << 20, 5.0), 60.0, 300.0, 64),
         owner="bench",
         reason="start",
         length=None,

@@ -219,6 +219,7 @@ class RunConfig(Part):
                 FlushSettings(one.storage.flush_interval, one.storage.flush_bytes, one.storage.retry_backoff),
                 cluster.driver_silence,
                 one.storage.commit_deadline,
+                one.storage.snapshot_every,
             ),
             fleet=FleetSettings(
                 generation.engines,

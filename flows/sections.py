@@ -40,6 +40,9 @@ class StorageConfig(Part):
         default=10.0, description="Admission closes when the journal's tail is older than this"
     )
     undurable_bytes: Positive = Field(default=64 << 20, description="... or larger than this")
+    snapshot_every: Positive = Field(
+        default=64, description="Segments between ledger snapshots; a restore reads about so many"
+    )
 
 
 class ModelConfig(Part):

@@ -16,9 +16,13 @@ from typing import Any, cast
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
+from gpu.collector import collect_by_the_clock
 from gpu.spec import ProcessSpec, RunSpec
+from storage.archivist import Archivist
 from storage.errors import ActorLost, ResourceUnavailable, TidegateError
 from storage.opening import open_store
+from storage.runs import open_run
+from storage.schema import LedgerSnapshot
 
 
 class Remote:
@@ -131,6 +135,23 @@ class WorkerActor(Hosted):
         )
 
 
+class ArchivistActor(Hosted):
+    """Reads the journal beside the manager and writes ledger snapshots."""
+
+    async def make(self, *args: Any) -> None:
+        (spec,) = args
+        self._collecting = asyncio.create_task(collect_by_the_clock())
+        store = open_store(spec.storage_url)
+        info = await asyncio.to_thread(open_run, store, spec.run)
+        self._archivist = Archivist(store, spec.run, info.num_siblings)
+        self._one = asyncio.Lock()
+        self.target = self
+
+    async def snapshot(self, slot: int) -> LedgerSnapshot:
+        async with self._one:
+            return await asyncio.to_thread(self._archivist.snapshot, slot)
+
+
 def actor_name(run: str, process: str) -> str:
     return f"{run}/{process}"
 
@@ -168,12 +189,21 @@ def _create(kind: type[Hosted], spec: RunSpec, process: str, resources: ProcessS
         ) from error
 
 
+async def start_helper(kind: type[Hosted], spec: RunSpec, process: str) -> Any:
+    """Start a process without a name that takes no CPU and ends with this one; returns the handle. Raises as
+    `start_actor` does."""
+    return await _open(ray.remote(kind).options(num_cpus=0).remote(), spec, process, None, spec)
+
+
 async def start_actor(
     kind: type[Hosted], spec: RunSpec, process: str, resources: ProcessSpec | None, *args: Any
 ) -> Any:
     """Start a process and open its part; returns the handle. Raises `ResourceUnavailable` when it cannot be placed
     within the bound, and what opening it raises."""
-    handle: Any = _create(kind, spec, process, resources)
+    return await _open(_create(kind, spec, process, resources), spec, process, resources, *args)
+
+
+async def _open(handle: Any, spec: RunSpec, process: str, resources: ProcessSpec | None, *args: Any) -> Any:
     try:
         async with asyncio.timeout(spec.start_s):
             await handle.open.remote(*args)

@@ -15,6 +15,7 @@ from typing import Any
 import ray
 
 from gpu.actors import (
+    ArchivistActor,
     EngineActor,
     Hosted,
     Remote,
@@ -23,6 +24,7 @@ from gpu.actors import (
     actor_name,
     find_actor,
     start_actor,
+    start_helper,
 )
 from gpu.collector import collect_by_the_clock
 from gpu.fence import until_fenced
@@ -34,6 +36,7 @@ from gpu.spec import RunSpec
 from storage.clock import SystemClock
 from storage.errors import ActorLost, ResourceUnavailable, RunFenced, TidegateError
 from storage.opening import open_store
+from storage.schema import LedgerSnapshot
 
 log = logging.getLogger(__name__)
 
@@ -107,6 +110,7 @@ class ManagerActor(Hosted):
         store = open_store(spec.storage_url)
         manager = await asyncio.to_thread(claim_manager, store, spec, SystemClock(), owner, reason)
         self.target = manager
+        manager.archive = RayArchive(spec)
         manager.start()
         self._fleet = Fleet(manager, RayLauncher(spec, manager.incarnation), self._weights(spec), spec.fleet)
         self._fleet.start()
@@ -136,6 +140,24 @@ class ManagerActor(Hosted):
             return await Remote("trainer", find_actor(spec.namespace, spec.run, "trainer")).weights(digest)
 
         return fetch
+
+
+class RayArchive:
+    """The manager's archivist, a process of its own from the first snapshot on; it ends with the manager's."""
+
+    def __init__(self, spec: RunSpec) -> None:
+        self._spec = spec
+        self._archivist: Remote | None = None
+
+    async def __call__(self, slot: int) -> LedgerSnapshot:
+        """Raises what the archivist raises, `ActorLost` when it died; the next call starts another."""
+        if self._archivist is None:
+            self._archivist = Remote("archivist", await start_helper(ArchivistActor, self._spec, "archivist"))
+        try:
+            return await self._archivist.snapshot(slot)
+        except ActorLost:
+            self._archivist = None
+            raise
 
 
 class RayLauncher:

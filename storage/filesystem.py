@@ -80,6 +80,23 @@ def read_proven(store: Store, key: str, prove: Callable[[bytes], T]) -> T:
         return prove(store.read(key))
 
 
+def create_same(store: Store, key: str, data: Bytes) -> int:
+    """Create an object; one that exists must hold the same bytes. Returns the bytes written. Raises
+    `ArtifactCorrupt`."""
+    try:
+        store.create(key, data)
+        return len(data)
+    except ObjectExists:
+        if store.read(key) == data:
+            return 0
+    raise ArtifactCorrupt(
+        f"{key} exists with other content",
+        expected="the content its name promises",
+        action="the object was altered; delete it if nothing you need refers to it",
+        code="digest",
+    )
+
+
 def check_key(key: str) -> str:
     """Refuse keys that could leave the store's own place."""
     parts = key.split("/")

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
 
 class IntervalSet:
@@ -13,6 +14,17 @@ class IntervalSet:
         self._starts: list[int] = []
         self._ends: list[int] = []
         self._count = 0
+
+    @classmethod
+    def of(cls, intervals: Sequence[tuple[int, int]]) -> IntervalSet:
+        """From what `intervals` returned. Raises `ValueError` for anything else."""
+        made = cls()
+        made._starts, made._ends = [start for start, _ in intervals], [end for _, end in intervals]
+        bounds = [bound for interval in intervals for bound in interval]
+        if any(a >= b for a, b in pairwise(bounds)):
+            raise ValueError("intervals that are empty, adjacent or out of order")
+        made._count = sum(made._ends) - sum(made._starts)
+        return made
 
     def __repr__(self) -> str:
         return f"IntervalSet({self.intervals()})"

@@ -1,13 +1,14 @@
 """The journal of a run: one writer, one total order, the only commit point.
 
 Slot k exists because somebody created it exclusively; that gives order, fencing, crash safety and recovery at once.
-`read_journal` proves the hash chain while it reads. `claim` makes the caller the writer. `JournalWriter` is the
-synchronous core of writing: it freezes what has arrived into the bytes of the next slot, and whoever drives it (a
-thread, a simulation) stores those bytes, unchanged, until the outcome is known.
+`read_journal` proves the hash chain while it reads, `fold` begins at the newest ledger snapshot. `claim` makes the
+caller the writer. `JournalWriter` is the synchronous core of writing: it freezes what has arrived into the bytes of the
+next slot, and whoever drives it (a thread, a simulation) stores those bytes, unchanged, until the outcome is known.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -17,20 +18,25 @@ from storage.clock import Clock
 from storage.errors import ArtifactCorrupt, ObjectExists, ObjectMissing, RunFenced, SlotsRetired, TwoOwners
 from storage.filesystem import Store, read_proven
 from storage.ledger import Ledger
-from storage.low import check_not_retired
+from storage.low import check_not_retired, read_low
 from storage.runs import RunPaths
 from storage.schema import Record
 from storage.segment import GENESIS, Row, Segment, decode_segment, encode_segment, make_header
+from storage.snapshot import read_snapshot
 from storage.transitions import apply
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class Tail:
-    """The end of a journal: the next free slot, the next sequence number, the digest to chain to."""
+    """A place between two segments: the next slot, the next sequence number, the digest to chain to, the newest ledger
+    snapshot recorded before it."""
 
     slot: int = 0
     seq: int = 0
     digest: str = GENESIS
+    snapshot: schema.LedgerSnapshot | None = None
 
 
 def read_segment(store: Store, run: str, slot: int) -> Segment | None:
@@ -95,7 +101,8 @@ def _next_segment(store: Store, run: str, slot: int) -> Segment | None:
 
 
 def after(segment: Segment) -> Tail:
-    return Tail(segment.header.slot + 1, segment.header.last + 1, segment.digest)
+    header = segment.header
+    return Tail(header.slot + 1, header.last + 1, segment.digest, header.snapshot)
 
 
 def fold_segment(ledger: Ledger, segment: Segment) -> None:
@@ -109,13 +116,78 @@ def fold_segment(ledger: Ledger, segment: Segment) -> None:
             action="the journal was altered; fork from the last good position",
             code="writer",
         )
+    if segment.header.snapshot != ledger.snapshot:
+        raise ArtifactCorrupt(
+            f"slot {segment.header.slot} points to the ledger snapshot {segment.header.snapshot}",
+            expected=f"the newest one that was recorded, {ledger.snapshot}",
+            action="the journal was altered; fork from the last good position",
+            code="pointer",
+        )
     ledger.placed(segment.header.slot, segment.header.last)
 
 
+def find_end(store: Store, run: str, low: int) -> int:
+    """The first free slot from `low` on, by doubling and halving: slots are created in order. Other writers may have
+    gone on meanwhile. A hole is taken for the end; whoever reads on from there finds out."""
+    paths = RunPaths(run)
+
+    def taken(slot: int) -> bool:
+        return store.size(paths.segment(slot)) is not None
+
+    last, step = low - 1, 1
+    while taken(last + step):
+        last, step = last + step, 2 * step
+    free = last + step
+    while free - last > 1:
+        middle = (last + free) // 2
+        if taken(middle):
+            last = middle
+        else:
+            free = middle
+    return free
+
+
+def recorded_snapshots(store: Store, run: str, end: int | None = None) -> Iterator[schema.LedgerSnapshot]:
+    """The ledger snapshots that were recorded before slot `end` (the journal's end by default), newest first, as far
+    back as there are segments. Raises what reading a segment raises."""
+    low = read_low(store, run)
+    end = find_end(store, run, low) if end is None else end
+    segment = read_segment(store, run, end - 1) if end > low else None
+    while segment is not None and (record := segment.header.snapshot) is not None:
+        yield record
+        segment = read_segment(store, run, record.slot - 1)
+
+
+def restore_point(store: Store, run: str, num_siblings: int, end: int | None = None) -> tuple[Ledger, Tail]:
+    """Where a fold begins: the newest ledger snapshot recorded before slot `end` (the journal's end by default) that
+    can be read, or the first slot. A damaged snapshot is passed over, with the reason in the log.
+
+    Raises `SlotsRetired` when the journal cannot be folded from any place.
+    """
+    for record in recorded_snapshots(store, run, end):
+        try:
+            ledger = read_snapshot(store, run, record, num_siblings)
+            return ledger, Tail(record.slot, record.position, record.chain, ledger.snapshot)
+        except ArtifactCorrupt as error:
+            log.error("op=restore phase=snapshot slot=%d decision=take_an_older_one reason=%s", record.slot, error)
+    check_not_retired(store, run, 0)
+    return Ledger(num_siblings), Tail()
+
+
 def fold(store: Store, run: str, num_siblings: int) -> tuple[Ledger, Tail]:
-    """The ledger at the end of the journal."""
-    ledger, tail = Ledger(num_siblings), Tail()
-    for segment in read_journal(store, run):
+    """The ledger at the end of the journal, from the newest snapshot on. Raises `SlotsRetired` when it cannot be folded
+    from any place."""
+    while True:
+        low = read_low(store, run)
+        try:
+            return _fold_from(store, run, *restore_point(store, run, num_siblings))
+        except SlotsRetired:
+            if read_low(store, run) == low:
+                raise  # nobody retired anything meanwhile
+
+
+def _fold_from(store: Store, run: str, ledger: Ledger, tail: Tail) -> tuple[Ledger, Tail]:
+    for segment in read_journal(store, run, tail):
         fold_segment(ledger, segment)
         tail = after(segment)
     return ledger, tail
@@ -145,6 +217,7 @@ class JournalWriter:
         self._durable = tail.seq - 1
         self._oldest_undurable: float | None = None
         self._wanted = -1
+        self._snapshot = tail.snapshot
 
     @property
     def last_seq(self) -> int:
@@ -159,6 +232,11 @@ class JournalWriter:
     @property
     def slot(self) -> int:
         return self._tail.slot
+
+    @property
+    def tail(self) -> Tail:
+        """Where the next segment goes; everything before it is durable."""
+        return self._tail
 
     @property
     def undurable_bytes(self) -> int:
@@ -176,6 +254,8 @@ class JournalWriter:
         self._next_seq += 1
         if self._oldest_undurable is None:
             self._oldest_undurable = self._clock.monotonic()
+        if isinstance(record, schema.LedgerSnapshot):
+            self._snapshot = record
         return seq
 
     def want(self, seq: int) -> None:
@@ -202,6 +282,7 @@ class JournalWriter:
             first=rows[0].seq,
             last=rows[-1].seq,
             previous=self._tail.digest,
+            snapshot=self._snapshot,
         )
         data, digest = encode_segment(header, rows)
         self._in_flight = Frozen(self._tail.slot, rows[0].seq, rows[-1].seq, data, digest, self._wanted >= rows[0].seq)
@@ -211,7 +292,7 @@ class JournalWriter:
         """The slot exists with exactly these bytes."""
         assert self._in_flight is frozen, "confirm what is in flight"
         self._in_flight = None
-        self._tail = Tail(frozen.slot + 1, frozen.last + 1, frozen.digest)
+        self._tail = Tail(frozen.slot + 1, frozen.last + 1, frozen.digest, self._snapshot)
         self._durable = frozen.last
         # An upper bound of the age: the pending records came after the freeze began at the earliest.
         self._oldest_undurable = self._clock.monotonic() if self._pending else None
@@ -302,15 +383,13 @@ def claim(
             ledger, tail = _fold_on(store, run, num_siblings, ledger, tail)
             continue
         apply(ledger, tail.seq, schema.RunClaimed(ledger.incarnation + 1, owner, reason))
-        return Claimed(ledger, Tail(frozen.slot + 1, frozen.last + 1, frozen.digest), ledger.incarnation)
+        ledger.placed(frozen.slot, frozen.last)
+        return Claimed(ledger, Tail(frozen.slot + 1, frozen.last + 1, frozen.digest, tail.snapshot), ledger.incarnation)
 
 
 def _fold_on(store: Store, run: str, num_siblings: int, ledger: Ledger, tail: Tail) -> tuple[Ledger, Tail]:
     try:
-        for segment in read_journal(store, run, tail):
-            fold_segment(ledger, segment)
-            tail = after(segment)
-        return ledger, tail
+        return _fold_from(store, run, ledger, tail)
     except SlotsRetired:
         return fold(store, run, num_siblings)
 

@@ -218,6 +218,8 @@ class Ledger:
     """Evaluations (suite, step) without a result yet."""
     evaluated: set[tuple[str, int]] = field(default_factory=lambda: set())
     """Evaluations (suite, step) that have their result."""
+    snapshot: schema.LedgerSnapshot | None = None
+    """The newest one that was recorded."""
     finished: str = ""
     counts: Counter[str] = field(default_factory=lambda: Counter[str]())
     next_seq: int = 0

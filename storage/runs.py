@@ -69,6 +69,7 @@ class RunPaths:
         self.info = f"{self.root}/run.json"
         self.journal = f"{self.root}/journal"
         self.low = f"{self.journal}/low"
+        self.ledger = f"{self.root}/ledger"
         self.payload = f"{self.root}/payload"
         self.objects = f"{self.root}/objects"
         self.checkpoints = f"{self.root}/checkpoints"
@@ -76,6 +77,9 @@ class RunPaths:
 
     def segment(self, slot: int) -> str:
         return f"{self.journal}/{slot:012d}.arrow"
+
+    def snapshot(self, slot: int, digest: str) -> str:
+        return f"{self.ledger}/{slot:012d}-{digest[:16]}.arrow"
 
     def block(self, name: str) -> str:
         return f"{self.payload}/{name}.arrow"

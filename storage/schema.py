@@ -9,6 +9,7 @@ upgraded.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from typing import get_type_hints
 
 import msgspec
@@ -236,6 +237,17 @@ class EvaluationDone(Record, frozen=True, forbid_unknown_fields=True):
     metrics: dict[str, float]
 
 
+class LedgerSnapshot(Record, frozen=True, forbid_unknown_fields=True):
+    """The ledger as it was before slot `slot`, whose first record is `position` and which chains to `chain`, is in the
+    store, with this digest and size. A restore may begin there."""
+
+    slot: int
+    position: int
+    chain: str
+    digest: str
+    size: int
+
+
 class ConfigChanged(Record, frozen=True, forbid_unknown_fields=True):
     """Settings that differ from those of the previous incarnation, as "old -> new"."""
 
@@ -281,18 +293,20 @@ KINDS: dict[str, type[Record]] = {
     "checkpoint_published": CheckpointPublished,
     "evaluation_due": EvaluationDue,
     "evaluation_done": EvaluationDone,
+    "ledger_snapshot": LedgerSnapshot,
     "config_changed": ConfigChanged,
     "run_finished": RunFinished,
 }
 KIND_OF: dict[type[Record], str] = {record: kind for kind, record in KINDS.items()}
 
 
-def _field_hash() -> str:
+def field_hash(types: Mapping[str, type]) -> str:
+    """Digest over the names, fields and field types of `types`."""
     lines = [
-        f"{kind}:{','.join(f'{name}={kind_!r}' for name, kind_ in get_type_hints(record).items())}"
-        for kind, record in KINDS.items()
+        f"{kind}:{','.join(f'{name}={kind_!r}' for name, kind_ in get_type_hints(one).items())}"
+        for kind, one in types.items()
     ]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()[:16]
 
 
-FIELD_HASH = _field_hash()
+FIELD_HASH = field_hash(KINDS)

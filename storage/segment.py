@@ -19,7 +19,7 @@ import msgspec
 import pyarrow as pa
 
 from storage.errors import ArtifactCorrupt, SchemaUnsupported
-from storage.schema import FIELD_HASH, KIND_OF, KINDS, SCHEMA, Record
+from storage.schema import FIELD_HASH, KIND_OF, KINDS, SCHEMA, LedgerSnapshot, Record
 
 FORMAT = "tidegate-journal"
 GENESIS = "0" * 64
@@ -50,7 +50,8 @@ class Row(NamedTuple):
 
 
 class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What a segment says about itself. `first`..`last` are sequence numbers, `previous` the chain."""
+    """What a segment says about itself. `first`..`last` are sequence numbers, `previous` the chain, `snapshot` the
+    newest ledger snapshot that it or a segment before it records."""
 
     format: str
     schema: int
@@ -62,6 +63,7 @@ class Header(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     first: int
     last: int
     previous: str
+    snapshot: LedgerSnapshot | None
 
 
 class Segment(NamedTuple):
@@ -70,8 +72,18 @@ class Segment(NamedTuple):
     digest: str
 
 
-def make_header(*, run: str, incarnation: int, writer: str, slot: int, first: int, last: int, previous: str) -> Header:
-    return Header(FORMAT, SCHEMA, FIELD_HASH, run, incarnation, writer, slot, first, last, previous)
+def make_header(
+    *,
+    run: str,
+    incarnation: int,
+    writer: str,
+    slot: int,
+    first: int,
+    last: int,
+    previous: str,
+    snapshot: LedgerSnapshot | None = None,
+) -> Header:
+    return Header(FORMAT, SCHEMA, FIELD_HASH, run, incarnation, writer, slot, first, last, previous, snapshot)
 
 
 def encode_segment(header: Header, rows: Sequence[Row]) -> tuple[bytes, str]:

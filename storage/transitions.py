@@ -180,6 +180,14 @@ def _checkpoint_published(ledger: Ledger, seq: int, record: schema.CheckpointPub
             ledger.forget_rows(ledger.steps.pop(number).lease)
 
 
+def _ledger_snapshot(ledger: Ledger, seq: int, record: schema.LedgerSnapshot) -> None:
+    newest = ledger.snapshot.slot if ledger.snapshot else 0
+    if record.slot <= newest or record.position > seq:
+        found = f"a snapshot of slot {record.slot} at record {record.position}"
+        raise illegal(record, seq, found, f"a slot after {newest}, which is in the past")
+    ledger.snapshot = record
+
+
 def _config_changed(ledger: Ledger, seq: int, record: schema.ConfigChanged) -> None:
     return None
 
@@ -215,6 +223,7 @@ TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
     schema.CheckpointPublished: _checkpoint_published,
     schema.EvaluationDue: evaluations.evaluation_due,
     schema.EvaluationDone: evaluations.evaluation_done,
+    schema.LedgerSnapshot: _ledger_snapshot,
     schema.ConfigChanged: _config_changed,
     schema.RunFinished: _run_finished,
 }

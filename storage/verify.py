@@ -24,13 +24,14 @@ from storage.errors import (
     TidegateError,
 )
 from storage.filesystem import Store
-from storage.journal import fold_segment, read_journal
+from storage.journal import fold_segment, read_journal, recorded_snapshots
 from storage.ledger import Lease, Ledger, TrainedGroup
 from storage.payload import TurnRow, decode_block
 from storage.reader import PayloadReader
 from storage.runs import RunInfo, open_run
 from storage.samples import assemble
 from storage.segment import Row, Segment
+from storage.snapshot import ledger_rows, read_rows
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class Report:
     steps_redone: int = 0
     steps_diverged: int = 0
     checkpoints: int = 0
+    snapshots: int = 0
     evaluations: int = 0
     evaluations_mixed: int = 0
     evaluations_due: int = 0
@@ -87,6 +89,9 @@ class Auditor:
         self._leases: dict[int, tuple[int, ...]] = {}
         self._versions: set[tuple[int, int]] = set()
         self._weights: dict[str, set[int]] = {}
+        self._store = store
+        self.snapshots: dict[int, schema.LedgerSnapshot] = {}
+        """By slot: those that the ledger must equal."""
 
     def count(self, segment: Segment) -> None:
         """Count trained groups and evaluations from the raw records, whatever the ledger thinks of them."""
@@ -101,6 +106,7 @@ class Auditor:
 
     def audit(self, segment: Segment) -> None:
         """Fold one segment and check its meaning. Raises what is wrong."""
+        self._check_snapshot(segment.header.slot)
         for row in segment.rows:
             self._before(row)
         fold_segment(self.ledger, segment)
@@ -115,6 +121,17 @@ class Auditor:
                 for row in self._reader.rows(rollout.rows, self.ledger.blocks):
                     if (row.group, row.sibling) != (group.ordinal, sibling):
                         raise _conflict(group.ordinal, sibling, f"a row of {row.group}/{row.sibling}", "its own rows")
+
+    def _check_snapshot(self, slot: int) -> None:
+        """A snapshot says what the records before it say."""
+        record = self.snapshots.get(slot)
+        if record is not None and read_rows(self._store, self._info.run, record) != ledger_rows(self.ledger):
+            raise ReferenceInvalid(
+                f"the ledger snapshot of slot {slot} differs from the records before it",
+                expected="the ledger that they add up to",
+                action="the snapshot was altered; delete it, and a restore takes an older one",
+                code="conflict",
+            )
 
     def _before(self, row: Row) -> None:
         record = row.record
@@ -200,6 +217,8 @@ def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: Non
     report = Report(run, staleness_bound=info.staleness)
     sound = True
     try:
+        auditor.snapshots = {record.slot: record for record in recorded_snapshots(store, run)}
+        report.snapshots = len(auditor.snapshots)
         for segment in read_journal(store, run):
             auditor.count(segment)
             report.segments += 1

@@ -14,6 +14,7 @@ from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gpu.rollout.archiving import Archive, Archiving
 from gpu.rollout.calls import Attached, Callers
 from gpu.rollout.committer import Committer, FlushSettings
 from gpu.rollout.control import RolloutControl
@@ -45,15 +46,17 @@ from storage.schema import CheckpointPublished, ConfigChanged
 @dataclass(frozen=True, slots=True)
 class ManagerSettings:
     """`driver_silence_s`: see `Callers`. `commit_deadline_s` bounds a call's wait for durability; the record stays
-    queued beyond it, and the call can be repeated."""
+    queued beyond it, and the call can be repeated. A ledger snapshot is due after `snapshot_every` segments."""
 
     flush: FlushSettings
     driver_silence_s: float
     commit_deadline_s: float
+    snapshot_every: int
 
 
 class RolloutManager(EvaluationCalls, PeopleCalls):
-    """Made by `open_manager`; `start` it on a running loop. `engines` may be replaced before that."""
+    """Made by `open_manager`; `start` it on a running loop. Before that `engines` may be replaced, and `archive` set:
+    without it nobody writes ledger snapshots."""
 
     def __init__(
         self,
@@ -78,6 +81,8 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         self._loops: list[asyncio.Task[None]] = []
         self._lost_workers: set[str] = set()
         self.engines = EngineControl()
+        self.archiving = Archiving(self, settings.snapshot_every)
+        self.archive: Archive | None = None
 
     # ------------------------------------------------------------------ life
 
@@ -91,6 +96,7 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
             self.committer.run(),
             self.watchdog.run(),
             *([judge_groups(self, self._judge)] if self._judge else []),
+            *([self.archiving.run(self.archive)] if self.archive else []),
         ]
         self._loops = [asyncio.create_task(self._guard(loop)) for loop in loops]
 

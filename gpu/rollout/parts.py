@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from gpu.rollout.archiving import Archiving
 from gpu.rollout.calls import Callers
 from gpu.rollout.committer import Committer
 from gpu.rollout.control import RolloutControl
@@ -24,6 +25,7 @@ class ManagerParts:
     info: RunInfo
     committer: Committer
     watchdog: Watchdog
+    archiving: Archiving
     _clock: Clock
 
     async def _durable(self, seq: int, what: str) -> None:

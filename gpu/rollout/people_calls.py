@@ -47,6 +47,8 @@ class PeopleCalls(ManagerParts):
                 "last_seq": journal.last_seq,
                 "undurable_age_s": journal.undurable_age(),
                 "stalled": self.committer.waits_for,
+                "since_snapshot": self.archiving.lag,
+                "snapshot_problem": self.archiving.problem,
             },
             "fatal": str(self.callers.fatal or ""),
         }

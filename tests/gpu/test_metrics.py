@@ -15,8 +15,8 @@ from gpu import metrics
 from gpu.metrics import Gauges, gauge_name
 from tests import servers
 
-START_S = 240.0
-"""Ray's agent imports half of Ray before it answers: 5 to 20 s on a quiet machine, minutes on a busy one."""
+START_S = 120.0
+"""Ray's agent imports half of Ray before it answers: 5 to 20 s on a quiet machine."""
 
 
 @pytest.mark.parametrize(

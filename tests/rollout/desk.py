@@ -13,12 +13,14 @@ from gpu.rollout.engine_control import EngineControl
 from gpu.rollout.manager import ManagerSettings, RolloutManager, open_manager
 from gpu.rollout.messages import Dispatch, Ended, Grant, Outcome, Report, Turn
 from gpu.rollout.results import keep_all
+from storage.archivist import Archivist
 from storage.clock import SystemClock
 from storage.errors import EngineFailed, StoreUnavailable
 from storage.filesystem import Bytes
 from storage.ledger import Policy
 from storage.memory import MemoryStore
 from storage.runs import create_run, make_run
+from storage.schema import LedgerSnapshot
 from tests.rollout.building import RUN, limits
 
 
@@ -91,13 +93,18 @@ class Desk:
         n, staleness = self.limits.num_siblings, self.limits.staleness
         info = make_run(run=RUN, created=0.0, num_siblings=n, staleness=staleness, fingerprints={}, settings={})
         create_run(self.store, info)
-        settings = ManagerSettings(FlushSettings(0.01, 1 << 20, 0.05), 60.0, 0.3)
+        settings = ManagerSettings(FlushSettings(0.01, 1 << 20, 0.05), 60.0, 0.3, 8)
         self.manager = open_manager(
             self.store, info, self.limits, SystemClock(), settings, owner="first", reason="start", length=length,
             group_filter=keep_all,
         )  # fmt: skip
         self.engines.manager, self.manager.engines = self.manager, self.engines
+        self.archivist = Archivist(self.store, RUN, n)
+        self.manager.archive = lambda slot: self.archive(slot)
         self.blocks = 0
+
+    async def archive(self, slot: int) -> LedgerSnapshot:
+        return await asyncio.to_thread(self.archivist.snapshot, slot)
 
     @contextlib.asynccontextmanager
     async def opened(self) -> AsyncIterator[Desk]:

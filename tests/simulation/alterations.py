@@ -17,6 +17,7 @@ from storage.reader import PayloadReader
 from storage.restore import load_base, plan_restore
 from storage.runs import RunPaths
 from storage.schema import CheckpointPublished
+from storage.snapshot import ledger_rows
 from storage.verify import verify
 from tests.simulation.incarnations import RUN
 from tests.simulation.store import JOURNAL
@@ -62,7 +63,12 @@ class Alterations:
         rng, store = self._world.rng, self._world.store
         keys = store.keys(JOURNAL)
         slot = rng.randrange(len(keys))
-        victims = [Victim("segment", keys[slot], self._claim_finds, slot + 1 < len(keys))]
+        newest = ledger.snapshot
+        reader = self._verify_finds if newest and slot < newest.slot else self._claim_finds
+        victims = [Victim("segment", keys[slot], reader, slot + 1 < len(keys))]
+        if newest is not None:
+            key = PATHS.snapshot(newest.slot, newest.digest)
+            victims.append(Victim("snapshot", key, lambda: self._fold_goes_round(ledger)))
         files = [name for name, block in ledger.blocks.items() if not block.inline and block.users + block.retained]
         if files:
             name = rng.choice(files)
@@ -86,6 +92,12 @@ class Alterations:
         except TidegateError:
             return
         raise AssertionError("a claim went over an altered segment")
+
+    def _fold_goes_round(self, ledger: Ledger) -> None:
+        """An older snapshot, or the first slot, leads to the same ledger."""
+        found, _ = journal.fold(self._world.store, RUN, self._world.limits.num_siblings)
+        assert ledger_rows(found) == ledger_rows(ledger)
+        self._verify_finds()
 
     def _reader_finds(self, ledger: Ledger, name: str) -> None:
         try:

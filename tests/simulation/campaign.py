@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import multiprocessing
 import time
 import traceback
@@ -25,10 +26,11 @@ FAULTS = (
     "drivers_replaced", "drivers_refused", "attempts_refused", "workers_lost", "late_reports_refused",
     "reports_repeated", "owners_fenced", "filters_raised", "judged_outside", "recipes_changed", "evaluations_cut",
     "leases_rolled_back", "altered_segment", "altered_payload", "altered_manifest", "altered_shard",
+    "altered_snapshot",
 )  # fmt: skip
 WORK = ("steps", "incarnations", "segments", "consumed", "discarded", "quarantined", "rollouts_sealed",
         "rollouts_reused", "rollouts_regenerated", "rollouts_continued", "steps_redone", "checkpoints",
-        "evaluations")  # fmt: skip
+        "evaluations", "snapshots_written")  # fmt: skip
 NEVER = ("lost", "trained_twice")
 ENOUGH = {"tiny": 50_000, "small": 5000, "large": 300}
 """Worlds after which each kind has certainly happened."""
@@ -65,6 +67,7 @@ def play_seeds(size: str, seeds: range) -> Part:
     totals: Counter[str] = Counter()
     failures: list[Failure] = []
     began = time.process_time()
+    logging.getLogger("storage.journal").setLevel(logging.CRITICAL)  # of damaged snapshots that are damaged on purpose
     gc.disable()  # a tenth of a world's time; what it would find is collected after each part
     for seed in seeds:
         try:

@@ -59,6 +59,10 @@ class SimStore(MemoryStore):
         self._pass()
         return super().read(key, start, end)
 
+    def size(self, key: str) -> int | None:
+        self._pass()
+        return super().size(key)
+
     def land(self, index: int) -> bool:
         """A delayed create arrives; False when the store refuses it."""
         late = self.delayed.pop(index)

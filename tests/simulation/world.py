@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from gpu.rollout.control import RolloutControl
 from gpu.rollout.limits import Limits
 from gpu.rollout.results import keep_all, zero_variance
+from storage.archivist import Archivist
 from storage.clock import VirtualClock
 from storage.errors import RunFenced
 from storage.runs import create_run, make_run
@@ -62,6 +63,8 @@ class World:
         self.engine_version: int | None = None
         self.done = False
         self.idle: list[Callable[[], bool]] = []
+        self.archivist = Archivist(self.store, RUN, self.limits.num_siblings)
+        self.snapshot_every = self.rng.choice(shape.snapshot_every)
         self._recorded = -1
         create_run(
             self.store,
@@ -96,6 +99,20 @@ class World:
             self.tally["owners_fenced"] += 1
             self._succeed(self.manager)
             return True
+
+    def archive(self) -> bool:
+        """A due ledger snapshot, now or after a while in which the archivist slept; its record may never come."""
+        slot, newest = self.manager.writer.slot, self.control.ledger.snapshot
+        due = slot - (newest.slot if newest else 0) >= self.snapshot_every
+        if not due or self.control.ledger.finished:
+            return False
+        if self.rng.random() < 0.1:
+            self.archivist = Archivist(self.store, RUN, self.limits.num_siblings)
+        written = self.archivist.snapshot(slot)
+        self.tally["snapshots_written"] += 1
+        if self.rng.random() < 0.9:
+            self.control.books.record(written)
+        return True
 
     # ------------------------------------------------------------------ faults
 
@@ -185,6 +202,8 @@ class World:
             moves.append(self.flush)
         if self.judges.outside:
             moves.append(self.judges.work)
+        if self.snapshot_every:
+            moves.append(self.archive)
         return moves
 
     def run(self, chaos: int, limit: int = LIMIT) -> VerifyReport:

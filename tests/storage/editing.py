@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from storage import schema
 from storage.journal import read_journal
 from storage.memory import MemoryStore
 from storage.runs import RunPaths
@@ -16,8 +17,9 @@ from tests.simulation.world import RUN, World
 Edit = Callable[[list[Row], list[int]], None]
 
 
-def rewrite(store: MemoryStore, run: str, edit: Edit) -> None:
-    """`edit` changes, in place, the list of all rows and the parallel list of the incarnations that wrote them."""
+def rewrite(store: MemoryStore, run: str, edit: Edit, snapshot: schema.LedgerSnapshot | None = None) -> None:
+    """`edit` changes, in place, the list of all rows and the parallel list of the incarnations that wrote them. Every
+    segment will point to `snapshot`."""
     rows: list[Row] = []
     incarnations: list[int] = []
     for segment in read_journal(store, run):
@@ -33,7 +35,7 @@ def rewrite(store: MemoryStore, run: str, edit: Edit) -> None:
             end += 1
         part = [row._replace(seq=start + index) for index, row in enumerate(rows[start:end])]
         header = make_header(run=run, incarnation=incarnations[start], writer="editor", slot=slot, first=start,
-                             last=end - 1, previous=previous)  # fmt: skip
+                             last=end - 1, previous=previous, snapshot=snapshot)  # fmt: skip
         data, previous = encode_segment(header, part)
         store.create(paths.segment(slot), data)
         start = end

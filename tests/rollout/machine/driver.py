@@ -9,6 +9,7 @@ import numpy as np
 
 from gpu.rollout.messages import Grant, Wait
 from storage import schema
+from storage.archivist import Archivist
 from storage.buffers import NamedBuffer, buffers_digest
 from storage.checkpoint import Capture, write_checkpoint
 from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
@@ -239,6 +240,14 @@ class Driver(World):
     def change_the_configuration(self, rng: random.Random) -> None:
         if not self.oracle.finished:
             self.control.books.record(schema.ConfigChanged({"batch": "1 -> 1"}))
+
+    def archive(self, rng: random.Random) -> None:
+        """The ledger is written down as it was before the next slot; the record may get lost."""
+        slot, newest = self.bench.writer.slot, self.control.ledger.snapshot
+        if not self.oracle.finished and (newest is None or newest.slot < slot):
+            written = Archivist(self.bench.store, RUN, self.limits.num_siblings).snapshot(slot)
+            if rng.random() < 0.9:
+                self.control.books.record(written)
 
     def finish(self, rng: random.Random) -> None:
         if self.oracle.lease is not None:

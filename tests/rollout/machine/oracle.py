@@ -82,7 +82,7 @@ class Oracle:
         self.trained: Counter[int] = Counter()
         self.lease: schema.LeaseIssued | None = None
         self.states: dict[int, tuple[int, str, str]] = {}
-        self.frontier = self.incarnation = self.step = self.checkpoint = 0
+        self.frontier = self.incarnation = self.step = self.checkpoint = self.snapshot = 0
         self.due: set[tuple[str, int]] = set()
         self.evaluated: set[tuple[str, int]] = set()
         self.recovery = "sibling"
@@ -320,6 +320,10 @@ class Oracle:
         self.due.remove((record.suite, record.step))
         self.evaluated.add((record.suite, record.step))
         self.tally["evaluation mixed"] += record.mixed
+
+    def _ledger_snapshot(self, record: schema.LedgerSnapshot) -> None:
+        assert record.slot > self.snapshot, "each is newer"
+        self.snapshot = record.slot
 
     def _run_finished(self, record: schema.RunFinished) -> None:
         assert not self.groups, "every group is settled at the end"

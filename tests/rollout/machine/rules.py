@@ -32,7 +32,8 @@ WEIGHTS = {
     "flush": 8, "freeze": 2, "land": 2, "crash": 1, "lower_the_bound": 1,
     "lease": 6, "commit": 8, "roll_back": 2, "commit_again": 1, "settle_what_is_not_open": 1, "redo": 1,
     "checkpoint": 2, "activate": 4, "lose_the_engines": 1, "acquire": 2, "renew": 1, "release": 3,
-    "lose_a_driver": 1, "go_well": 4, "release_from_quarantine": 1, "change_the_configuration": 1, "finish": 1,
+    "lose_a_driver": 1, "go_well": 4, "release_from_quarantine": 1, "change_the_configuration": 1,
+    "archive": 2, "finish": 1,
 }  # fmt: skip
 """How often each call is made. As rules of their own they would be switched off by halves in each example, and hardly
 any example would get as far as a trained step."""
