@@ -33,10 +33,10 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
+from machine import machine
 from pipeline import Pipeline, Ran, Speeds, generation_s, limits_for, longest_shares
 from rich.console import Console
 from rich.progress import track
-from rollout import machine
 
 from gpu.rollout.limits import Submission
 

@@ -33,7 +33,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rollout_parts import RUN, NoopDriver, NoopWorker, machine, make_limits, make_manager, resident_mb, stop
+from machine import machine
+from rollout_parts import RUN, NoopDriver, NoopWorker, make_limits, make_manager, resident_mb, stop
 
 from gpu.collector import collect_by_the_clock
 from gpu.rollout.limits import Submission

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import platform
 from collections.abc import Awaitable
 from pathlib import Path
 from typing import Protocol
@@ -162,14 +161,3 @@ async def stop(manager: RolloutManager, *tasks: asyncio.Task[None]) -> None:
 def resident_mb() -> float:
     fields = Path("/proc/self/statm").read_text().split()
     return int(fields[1]) * os.sysconf("SC_PAGE_SIZE") / (1 << 20)
-
-
-def machine() -> dict[str, object]:
-    info = Path("/proc/cpuinfo")
-    models = [line for line in info.read_text().splitlines() if line.startswith("model name")] if info.exists() else []
-    return {
-        "cpu": models[0].partition(":")[2].strip() if models else platform.processor(),
-        "cores": os.cpu_count(),
-        "python": platform.python_version(),
-        "system": platform.system(),
-    }

@@ -10,7 +10,8 @@
                      └──► quarantined (attempt budget spent; only a person releases it)
 
 A rollout (sibling) is waiting, live (an attempt is minted), or sealed; at most one attempt is sealed, the last one.
-The ledger holds what is unsettled, and the steps that a redo may need; older settled groups are intervals.
+The ledger holds what is unsettled, and the steps that a redo may need; older settled groups are intervals. What it
+consists of is encoded by position (`array_like`): ledger snapshots hold many of each.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ LEASED = GroupState.LEASED
 WAITING, LIVE, SEALED = RolloutState.WAITING, RolloutState.LIVE, RolloutState.SEALED
 
 
-class Boundary(msgspec.Struct, gc=False):
+class Boundary(msgspec.Struct, gc=False, array_like=True):
     """The last durable turn of an unfinished rollout, in output sample `sample`: where an attempt may continue."""
 
     index: int
@@ -68,7 +69,7 @@ def next_samples(sample: int) -> range:
     return range(max(sample, 0), sample + 2)
 
 
-class Rollout(msgspec.Struct, gc=False):
+class Rollout(msgspec.Struct, gc=False, array_like=True):
     """One sibling. `rows` are (block, row) of its durable turns in order; `oldest` the oldest version in them;
     `samples` and `tokens` are those of the seal."""
 
@@ -88,7 +89,7 @@ class Rollout(msgspec.Struct, gc=False):
     closed_by_claim: bool = False
 
 
-class Recipe(msgspec.Struct, frozen=True, gc=False):
+class Recipe(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """See `schema.RecipeDeclared`."""
 
     recovery: str = "sibling"
@@ -98,7 +99,7 @@ class Recipe(msgspec.Struct, frozen=True, gc=False):
 UNDECLARED = Recipe()
 
 
-class Group(msgspec.Struct, gc=False):
+class Group(msgspec.Struct, gc=False, array_like=True):
     """One prompt and its siblings. `dispatched` once an attempt was minted: it then holds a completed slot until it is
     settled. `oldest` is the oldest version in its durable turns and live attempts, unknown when there are none."""
 
@@ -114,7 +115,7 @@ class Group(msgspec.Struct, gc=False):
     """As it was at the first dispatch, or when the group was last requeued whole."""
 
 
-class TrainedGroup(msgspec.Struct, frozen=True, gc=False):
+class TrainedGroup(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What a redo needs of a leased group: for each sibling, in order, the references to its token rows, the number of
     its output samples, and its reward."""
 
@@ -131,7 +132,7 @@ def trained_group(group: Group) -> TrainedGroup:
     return TrainedGroup(group.ordinal, rows, samples, rewards, group.oldest)
 
 
-class Lease(msgspec.Struct, frozen=True, gc=False):
+class Lease(msgspec.Struct, frozen=True, gc=False, array_like=True):
     lease: int
     step: int
     version: int
@@ -157,7 +158,7 @@ class Step:
     seq: int
 
 
-class Block(msgspec.Struct, gc=False):
+class Block(msgspec.Struct, gc=False, array_like=True):
     """Where token rows lie. `slot` of an inline block is known once its segment exists. `users` counts rows of
     unsettled rollouts, `retained` rows of committed steps that a redo may need."""
 

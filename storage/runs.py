@@ -1,7 +1,9 @@
-"""Where the parts of a run lie, and run.json: who the run is. run.json is created exclusively and never changes."""
+"""Where the parts of a run lie, and run.json: who the run is. run.json is created exclusively, never changes, and
+carries a digest of what it says."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Mapping
 
@@ -20,6 +22,7 @@ from storage.errors import (
 from storage.filesystem import Store
 from storage.schema import FIELD_HASH, SCHEMA
 
+DIGEST = "digest"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 
 
@@ -94,11 +97,16 @@ class RunPaths:
 def create_run(store: Store, info: RunInfo) -> None:
     """Create run.json. Raises `RunExists`."""
     try:
-        store.create(RunPaths(info.run).info, msgspec.json.format(msgspec.json.encode(info), indent=1))
+        data = msgspec.json.encode({**msgspec.to_builtins(info), DIGEST: _digest(info)})
+        store.create(RunPaths(info.run).info, msgspec.json.format(data, indent=1))
     except ObjectExists as error:
         raise RunExists(
             f"run {info.run!r} in {store.url}", expected="a new name", action="resume it, or choose another name"
         ) from error
+
+
+def _digest(info: RunInfo) -> str:
+    return hashlib.sha256(msgspec.json.encode(info)).hexdigest()
 
 
 def list_runs(store: Store) -> list[str]:
@@ -119,21 +127,23 @@ def open_run(store: Store, run: str) -> RunInfo:
             action="check the name and the storage url",
         ) from error
     try:
-        stated = msgspec.json.decode(data)
+        stated = msgspec.json.decode(data, type=dict[str, object])
         found = (stated["schema"], stated["fields"])
-    except (msgspec.DecodeError, KeyError, TypeError) as error:
-        raise ArtifactCorrupt(
-            f"{RunPaths(run).info} is not readable: {error}",
-            expected="a run description",
-            action="restore the object from a copy",
-        ) from error
+    except (msgspec.DecodeError, KeyError) as error:
+        raise _unreadable(run, str(error)) from error
     if found != (SCHEMA, FIELD_HASH):
         raise SchemaUnsupported(
             f"run {run!r} has schema {found[0]}, fields {found[1]}",
             expected=f"schema {SCHEMA}, fields {FIELD_HASH}",
             action="read this run with the Tidegate version that wrote it; nothing was changed",
         )
-    info = msgspec.convert(stated, RunInfo)
+    digest = stated.pop(DIGEST, "none")
+    try:
+        info = msgspec.convert(stated, RunInfo)
+    except msgspec.ValidationError as error:
+        raise _unreadable(run, str(error)) from error
+    if _digest(info) != digest:
+        raise _unreadable(run, f"sha256 {_digest(info)[:16]}… where it says {str(digest)[:16]}…")
     if info.run != run:
         raise ArtifactCorrupt(
             f"{RunPaths(run).info} describes run {info.run!r}",
@@ -142,6 +152,15 @@ def open_run(store: Store, run: str) -> RunInfo:
             code="mixed_cut",
         )
     return info
+
+
+def _unreadable(run: str, found: str) -> ArtifactCorrupt:
+    return ArtifactCorrupt(
+        f"{RunPaths(run).info} is not as it was written: {found}",
+        expected="the run description of its first day",
+        action="restore the object from a copy",
+        code="digest",
+    )
 
 
 def check_fingerprints(

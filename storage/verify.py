@@ -9,7 +9,7 @@ itself and looks into the payloads.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from storage import schema
@@ -25,7 +25,7 @@ from storage.errors import (
 )
 from storage.filesystem import Store
 from storage.journal import fold_segment, read_journal, recorded_snapshots
-from storage.ledger import Lease, Ledger, TrainedGroup
+from storage.ledger import Block, Lease, Ledger, TrainedGroup
 from storage.payload import TurnRow, decode_block
 from storage.reader import PayloadReader
 from storage.runs import RunInfo, open_run
@@ -90,6 +90,8 @@ class Auditor:
         self._versions: set[tuple[int, int]] = set()
         self._weights: dict[str, set[int]] = {}
         self._store = store
+        self._unread: dict[str, schema.PayloadStored] = {}
+        """Payload files that no trained or unsettled group has led to yet."""
         self.snapshots: dict[int, schema.LedgerSnapshot] = {}
         """By slot: those that the ledger must equal."""
 
@@ -118,9 +120,19 @@ class Auditor:
         """The durable turns of groups that are not settled yet. Raises what is wrong."""
         for group in self.ledger.groups.values():
             for sibling, rollout in enumerate(group.rollouts):
-                for row in self._reader.rows(rollout.rows, self.ledger.blocks):
+                for row in self._rows(rollout.rows):
                     if (row.group, row.sibling) != (group.ordinal, sibling):
                         raise _conflict(group.ordinal, sibling, f"a row of {row.group}/{row.sibling}", "its own rows")
+
+    def audit_unread(self) -> None:
+        """Payload files of work that came to nothing. Raises what is wrong."""
+        for name, record in self._unread.items():
+            self._reader.block_rows(name, Block(record.digest, record.size, inline=False))
+
+    def _rows(self, references: Sequence[tuple[str, int]]) -> list[TurnRow]:
+        for name, _ in references:
+            self._unread.pop(name, None)
+        return self._reader.rows(references, self.ledger.blocks)
 
     def _check_snapshot(self, slot: int) -> None:
         """A snapshot says what the records before it say."""
@@ -140,8 +152,11 @@ class Auditor:
             self._weights.setdefault(record.digest, set()).add(record.number)
         elif isinstance(record, schema.EvaluationDone):
             self._check_evaluated(record)
-        elif isinstance(record, schema.PayloadStored) and row.blob is not None:
-            self._reader.remember(record.block, decode_block(row.blob, record.digest, record.block))
+        elif isinstance(record, schema.PayloadStored):
+            if row.blob is not None:
+                self._reader.remember(record.block, decode_block(row.blob, record.digest, record.block))
+            elif not record.inline:
+                self._unread[record.block] = record
 
     def _check_evaluated(self, record: schema.EvaluationDone) -> None:
         """The digest is of published weights: those of its step, unless others took part."""
@@ -158,7 +173,7 @@ class Auditor:
 
     def _check_lease(self, lease: Lease) -> None:
         for group in lease.groups:
-            slots = [self._reader.rows(references, self.ledger.blocks) for references in group.rows]
+            slots = [self._rows(references) for references in group.rows]
             self._check_samples(slots, group)
             rows = [row for slot in slots for row in slot]
             self._check_versions(rows, lease.version)
@@ -232,6 +247,7 @@ def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: Non
         report.problems.append(str(error))
     if sound:
         _try(report, auditor.audit_unsettled)
+        _try(report, auditor.audit_unread)
         _check_checkpoints(store, run, auditor.ledger, report, say)
     _fill(report, auditor)
     return report

@@ -300,13 +300,14 @@ class Run:
             raise Broken(f"altered {key} was not rejected: {found[0]}")
 
     def _target(self, what: str, part: float, how: str) -> str | None:
-        """A segment (never the last one when it is removed: that looks like an earlier end), or an object of the newest
-        checkpoint."""
+        """A segment that a restore reads, so none before the newest ledger snapshot (and never the last one when it is
+        removed: that looks like an earlier end), or an object of the newest checkpoint."""
         paths = RunPaths(self.config.run)
         segments = list(read_journal(self.direct, self.config.run))
         if what == "journal":
-            last = len(segments) - (how == "remove")
-            return paths.segment(int(part * last)) if last > 0 else None
+            newest = segments[-1].header.snapshot if segments else None
+            first, last = newest.slot if newest else 0, len(segments) - (how == "remove")
+            return paths.segment(first + int(part * (last - first))) if last > first else None
         records = [row.record for segment in segments for row in segment.rows]
         newest = next((one for one in reversed(records) if isinstance(one, CheckpointPublished)), None)
         if newest is None:
