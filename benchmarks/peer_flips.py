@@ -16,6 +16,8 @@ import msgspec
 import numpy as np
 
 DEADLINE_S = 60.0
+FIRST_S = 600.0
+"""The first read waits for the fork server's imports."""
 
 
 def fingerprint(value: Any) -> str:
@@ -64,14 +66,14 @@ def _trial(make: Callable[[Path], Any], folder: Path, answer: Any) -> None:
         answer.send(("error", type(error).__name__))
 
 
-def _read(context: Any, make: Callable[[Path], Any], folder: Path) -> tuple[str, str]:
+def _read(context: Any, make: Callable[[Path], Any], folder: Path, deadline_s: float = DEADLINE_S) -> tuple[str, str]:
     """("read", fingerprint), ("error", class), ("aborted", exit code) or ("hung", "")."""
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_trial, args=(make, folder, theirs))
     process.start()
     theirs.close()
     try:
-        if not ours.poll(DEADLINE_S):
+        if not ours.poll(deadline_s):
             process.kill()
             return "hung", ""
         return ours.recv()
@@ -89,7 +91,7 @@ def flip_bits(
     error that found something else. A process that aborted has noticed, if rudely."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(preload)
-    kind, before = _read(context, make, folder)
+    kind, before = _read(context, make, folder, FIRST_S)
     if kind != "read" or _read(context, make, folder) != (kind, before):
         raise RuntimeError(f"reading {folder} undamaged gives {kind} {before}")
     dice = random.Random(seed)

@@ -33,6 +33,7 @@ class TransferQueue:
         if not self._started:
             import ray
 
+            os.environ.setdefault("RAY_worker_niceness", "0")  # the others run at this priority too
             if not ray.is_initialized():
                 ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level=logging.ERROR)
             transfer_queue.init()
@@ -110,15 +111,16 @@ class SavedQueue:
     def read(self) -> Any:
         from transfer_queue.controller import TransferQueueController
         from transfer_queue.sampler import SequentialSampler
+        from transfer_queue.storage.managers import simple_storage_manager as manager
         from transfer_queue.storage.simple_storage import StorageUnitData
 
         found: list[Any] = []
         if json.loads((self._saved / "metadata.json").read_text()).get("storage_saved"):
-            folder = self._saved / "storage_units"
-            units = sorted(json.loads((folder / "su_info.json").read_text()), key=lambda unit: unit["position"])
+            folder = self._saved / manager._SU_SUBDIR
+            units = json.loads((folder / manager._SU_INFO_FILE).read_text())
             if len(units) != sum(name.endswith(".pkl") for name in os.listdir(folder)):
                 raise ValueError("Storage unit count mismatch")
-            for unit in units:
+            for unit in sorted(units, key=lambda unit: unit["position"]):
                 data = StorageUnitData()
                 data.load_checkpoint(folder / f"su_{unit['position']}_{unit['storage_unit_id']}.pkl")
                 found.append((data.field_data, data._active_keys))

@@ -8,6 +8,8 @@ a loss of power: files and folders are synced, by us where the system does not d
 rows and 32 finished rollouts of 512 tokens with their logprobs. What each system is and does is said in `peer_*.py`:
 
     publish_s           seconds of a publication, p50 and p99 over all publications of `--repeats` fresh folders
+    publish_cpu_s       CPU time of this process in a publication, median; other load on the machine changes it least.
+                        TransferQueue works in other processes, which it does not count
     bytes_written       bytes of the files a publication wrote anew or added, median
     read_s              seconds to read rows and payload back from the files (in the page cache), median; `restart_s`
                         without the payload, where that is possible
@@ -82,6 +84,7 @@ def sizes_of(folder: Path) -> dict[tuple[str, int], int]:
 def measure(peer: Peer, plan: Plan, folder: Path, repeats: int, budget_s: float) -> dict[str, Any]:
     """After a small state as warm-up: imports, connections and threads are paid once."""
     taken: list[float] = []
+    cpu: list[float] = []
     written: list[int] = []
     reads: list[float] = []
     restarts: list[float] = []
@@ -95,8 +98,9 @@ def measure(peer: Peer, plan: Plan, folder: Path, repeats: int, budget_s: float)
         for change in changes:
             if sum(taken) > budget_s and len(taken) >= LEAST:
                 break
-            before = sizes_of(here)
+            before, busy = sizes_of(here), time.process_time()
             taken.append(seconds(lambda: system.publish(change)))  # noqa: B023 - called at once
+            cpu.append(time.process_time() - busy)
             written.append(sum(size - before.get(key, 0) for key, size in sizes_of(here).items()))
         check_same(system.plain(system.read()), base, changes[: len(taken) - begun])
         reads += timed_reads(system.read, budget_s)
@@ -109,6 +113,7 @@ def measure(peer: Peer, plan: Plan, folder: Path, repeats: int, budget_s: float)
             break
     found = {
         "publish_s": {"p50": statistics.median(taken), "p99": float(np.percentile(taken, 99)), "count": len(taken)},
+        "publish_cpu_s": statistics.median(cpu),
         "bytes_written": int(statistics.median(written)),
         "read_s": statistics.median(reads),
         "bytes_stored": total,
@@ -202,10 +207,10 @@ def whole(parsed: argparse.Namespace) -> dict[str, Any]:
     parts = [*map(str, parsed.rows), *(["flips"] if parsed.flips else [])]
     for name in parsed.systems:
         for one in parts:
-            sys.stderr.write(f"op=bench system={name} part={one}\n")
             command = [sys.executable, __file__, "--systems", name, "--part", one, *_options(parsed)]
             said = subprocess.run(command, stdout=subprocess.PIPE, check=True, text=True, env=environment).stdout
             found.setdefault(name, {})[one] = json.loads(said.strip().splitlines()[-1])
+            sys.stderr.write(f"op=bench system={name} part={one} {json.dumps(found[name][one])}\n")
     return found
 
 
