@@ -6,11 +6,12 @@
     tidegate status  RUN                                            what a live run waits for; else where storage stands
     tidegate verify  RUN                                            prove the run from storage alone
     tidegate inspect RUN [--step N | --group N | --evaluations]     look into storage
+    tidegate diff    RUN[@STEP] RUN[@STEP]                          how two published checkpoints differ
     tidegate quarantine list RUN                                    groups that spent their attempts, and why
     tidegate quarantine release RUN GROUP...                        give them another budget
 
 Exit codes: 0 fine, 1 a fault, a run that is not sound, or one that somebody newer drives, 2 your input (nothing was
-written).
+written). `diff`: 0 equal, 1 different, 2 not compared, whatever the reason.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ from rich.table import Table
 
 from flows import settings
 from flows.config import RunConfig
+from flows.diff import add_diff
 from flows.live import ask_manager, open_reached
 from flows.quarantine import add_quarantine
 from gpu.prepare import preflight
@@ -53,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except TidegateError as error:
         sys.stderr.write(f"tidegate: {type(error).__name__}\n  found:    {error.found}\n  expected: {error.expected}\n"
                          f"  do:       {error.action}\n")  # fmt: skip
-        return error.exit_code
+        return max(error.exit_code, getattr(parsed, "trouble", 0))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,6 +84,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--step", type=int, help="one committed step")
     inspect.add_argument("--group", type=int, help="the whole history of one group")
     inspect.add_argument("--evaluations", action="store_true", help="every evaluation result")
+    add_diff(commands)
     add_quarantine(commands)
     return parser
 

@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from storage.buffers import NamedBuffer, from_safetensors, to_safetensors
 from storage.errors import ArtifactCorrupt, ObjectExists, ObjectMissing, SchemaUnsupported
@@ -215,24 +216,29 @@ def check_objects(store: Store, run: str, manifest: Manifest) -> None:
 
 def read_buffers(store: Store, run: str, manifest: Manifest) -> dict[str, NamedBuffer]:
     """All tensors of a checkpoint; size and digest are checked before parsing. Raises `ArtifactCorrupt`."""
-    paths = RunPaths(run)
-
-    def fetch(item: tuple[str, int]) -> tuple[str, dict[str, NamedBuffer]]:
-        digest, size = item
-        return digest, from_safetensors(_read_checked(store, paths.object(digest), digest, size), paths.object(digest))
-
-    objects = dict(_each(fetch, list(manifest.objects.items())))
+    read = _each(lambda item: (item[0], read_object(store, run, *item)), list(manifest.objects.items()))
+    objects = dict(read)
     return {name: _join(name, tensor, objects) for name, tensor in manifest.tensors.items()}
 
 
-def _join(name: str, tensor: Tensor, objects: dict[str, dict[str, NamedBuffer]]) -> NamedBuffer:
-    try:
-        pieces = [objects[digest][key].data for digest, key in tensor.parts]
-    except KeyError as error:
+def read_object(store: Store, run: str, digest: str, size: int) -> dict[str, NamedBuffer]:
+    """What lies in one object of a checkpoint; size and digest are checked before parsing. Raises `ArtifactCorrupt`."""
+    key = RunPaths(run).object(digest)
+    return from_safetensors(_read_checked(store, key, digest, size), key)
+
+
+def tensor_piece(pieces: Mapping[str, NamedBuffer], name: str, part: tuple[str, str]) -> npt.NDArray[np.uint8]:
+    """The bytes of one part of tensor `name`, from the pieces of its object. Raises `ArtifactCorrupt`."""
+    if part[1] not in pieces:
         raise ArtifactCorrupt(
-            f"tensor {name}: part {error} is not in its object",
+            f"tensor {name}: part {part[1]!r} is not in its object",
             expected="every part of the manifest",
             action="restore the checkpoint from a copy",
             code="mixed_cut",
-        ) from error
+        )
+    return pieces[part[1]].data
+
+
+def _join(name: str, tensor: Tensor, objects: Mapping[str, Mapping[str, NamedBuffer]]) -> NamedBuffer:
+    pieces = [tensor_piece(objects.get(part[0], {}), name, part) for part in tensor.parts]
     return NamedBuffer(tensor.dtype, tensor.shape, pieces[0] if len(pieces) == 1 else np.concatenate(pieces))

@@ -59,6 +59,12 @@ class UnknownRun(UserError):
     default_code = "unknown_run"
 
 
+class UnknownCheckpoint(UserError):
+    """The run has no published checkpoint of that step."""
+
+    default_code = "unknown_checkpoint"
+
+
 class RunExists(UserError):
     """A run of that name exists already."""
 

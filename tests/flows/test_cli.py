@@ -108,9 +108,21 @@ def test_inspecting_what_never_happened_is_the_users_mistake(
     assert "no group 99" in capsys.readouterr().err
 
 
+def test_diff_of_a_checkpoint_and_its_copy_on_another_storage_ends_with_0(
+    finished: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shutil.copytree(finished, tmp_path / "copy")
+    arguments = ["diff", RUN, f"{RUN}@{STEPS}", "--storage", str(finished), "--right-storage", str(tmp_path / "copy")]
+    found = answer(capsys, arguments)
+    assert (found["equal"], found["bytes_read"], found["tensors"], found["fields"]) == (True, 0, [], {})
+    assert main(arguments) == 0
+    assert capsys.readouterr().out.rstrip().endswith("EQUAL")
+
+
 def test_looking_changes_nothing(finished: Path) -> None:
     store = LocalStore(finished)
     before = {key: store.read(key) for key in store.list("runs")}
+    main(["diff", RUN, f"{RUN}@3", "--storage", str(finished)])
     for command in ("verify", "status", "inspect"):
         main(look(finished, command))
     assert {key: store.read(key) for key in store.list("runs")} == before

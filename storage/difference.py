@@ -1,0 +1,224 @@
+"""How two published checkpoints differ, of one run or of two: tensors, settings, and the bytes they share.
+
+Objects are named by their sha256, so a tensor that lies in the same objects on both sides is equal without being read.
+What is read is proven by its digest first. Memory holds one tensor and a few objects of each side.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from storage import schema
+from storage.buffers import NamedBuffer
+from storage.checkpoint import Manifest, Tensor, read_manifest, read_object, tensor_piece
+from storage.errors import UnknownCheckpoint
+from storage.filesystem import Store
+from storage.journal import read_journal, rows_of
+from storage.numbers import Numbers, Tally
+from storage.runs import RunInfo, open_run
+
+_KEPT_OBJECTS = 2
+_PLACES = ("run", "storage.url")
+"""Settings that say where a run lies, not what it is."""
+_ABSENT = "absent"
+_Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """One side of a comparison. `fields` is everything that is not a tensor, by dotted name."""
+
+    store: Store
+    manifest: Manifest
+    fields: Mapping[str, object]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorDifference:
+    """`kind` is "new" (only right), "gone" (only left), "form" (other dtype or shape), or "changed", with `numbers`."""
+
+    name: str
+    kind: str
+    left: str
+    right: str
+    numbers: Numbers | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """`tensors` and `fields` hold only what differs. Bytes are those of objects; `bytes_read` were read to find out."""
+
+    tensors: list[TensorDifference]
+    num_equal: int
+    fields: dict[str, tuple[object, object]]
+    bytes_shared: int
+    bytes_left: int
+    bytes_right: int
+    bytes_read: int
+
+    @property
+    def equal(self) -> bool:
+        return not self.tensors and not self.fields
+
+
+class Published:
+    """The checkpoints that a run's journal published."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        """Reads the whole journal. Raises `UnknownRun` and what reading raises."""
+        self._store = store
+        self._info = open_run(store, run)
+        self._records: dict[int, schema.CheckpointPublished] = {}
+        self._changes: list[tuple[int, dict[str, str]]] = []
+        for row in rows_of(read_journal(store, run)):
+            if isinstance(row.record, schema.CheckpointPublished):
+                self._records[row.record.step] = row.record
+            elif isinstance(row.record, schema.ConfigChanged):
+                self._changes.append((row.seq, row.record.changes))
+
+    def at(self, step: int | None) -> Checkpoint:
+        """The checkpoint of `step`, as published last; of the newest step by default. Raises `UnknownCheckpoint`,
+        `ArtifactCorrupt`, `SchemaUnsupported`."""
+        chosen = max(self._records, default=None) if step is None else step
+        record = None if chosen is None else self._records.get(chosen)
+        if record is None:
+            known = ", ".join(map(str, sorted(self._records))) or "none"
+            raise UnknownCheckpoint(
+                f"run {self._info.run!r} in {self._store.url} has published checkpoints of steps: {known}",
+                expected="one at all" if step is None else f"one of step {step}",
+                action="name a step that has a checkpoint, as RUN@STEP",
+            )
+        manifest = read_manifest(self._store, self._info.run, record.manifest, record.digest)
+        changes = [new for seq, new in self._changes if seq <= record.position]
+        return Checkpoint(self._store, manifest, _fields(self._info, changes, manifest.meta))
+
+
+def compare(left: Checkpoint, right: Checkpoint, say: Callable[[str], None] = lambda line: None) -> Difference:
+    """Raises `ArtifactCorrupt` for an object that had to be read and is not what its digest says."""
+    objects = _Objects(left), _Objects(right)
+    ours, theirs = left.manifest.tensors, right.manifest.tensors
+    found: list[TensorDifference] = []
+    for name in sorted(ours.keys() | theirs.keys()):
+        say(f"op=diff phase=tensors tensor={name} different={len(found)}")
+        difference = _compare_tensor(name, ours.get(name), theirs.get(name), *objects)
+        if difference is not None:
+            found.append(difference)
+    return Difference(
+        tensors=found,
+        num_equal=len(ours.keys() | theirs.keys()) - len(found),
+        fields={name: pair for name, pair in _pairs(left.fields, right.fields) if pair[0] != pair[1]},
+        bytes_shared=_bytes(left.manifest, lambda digest: digest in right.manifest.objects),
+        bytes_left=_bytes(left.manifest, lambda digest: digest not in right.manifest.objects),
+        bytes_right=_bytes(right.manifest, lambda digest: digest not in left.manifest.objects),
+        bytes_read=sum(one.bytes_read for one in objects),
+    )
+
+
+# ---------------------------------------------------------------------- tensors
+
+
+class _Objects:
+    """Decoded objects of one checkpoint. Tensors lie in objects in the order of their names, so the last few do."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._store, self._manifest = checkpoint.store, checkpoint.manifest
+        self._kept: dict[str, dict[str, NamedBuffer]] = {}
+        self.bytes_read = 0
+
+    def piece(self, name: str, part: tuple[str, str]) -> _Bytes:
+        digest, _ = part
+        if digest not in self._kept:
+            if len(self._kept) == _KEPT_OBJECTS:
+                del self._kept[next(iter(self._kept))]
+            size = self._manifest.objects[digest]
+            self._kept[digest] = read_object(self._store, self._manifest.run, digest, size)
+            self.bytes_read += size
+        return tensor_piece(self._kept[digest], name, part)
+
+    def whole(self, name: str, tensor: Tensor) -> _Bytes:
+        return np.concatenate([self.piece(name, part) for part in tensor.parts])
+
+
+def _compare_tensor(
+    name: str, left: Tensor | None, right: Tensor | None, ours: _Objects, theirs: _Objects
+) -> TensorDifference | None:
+    if left is None or right is None:
+        return TensorDifference(name, "new" if left is None else "gone", _form(left), _form(right))
+    if (left.dtype, left.shape) != (right.dtype, right.shape):
+        return TensorDifference(name, "form", _form(left), _form(right))
+    tally = Tally(left.dtype)
+    for one, other in _unequal_pieces(name, left, right, ours, theirs):
+        tally.add(one, other)
+    numbers = tally.numbers(math.prod(left.shape))
+    return TensorDifference(name, "changed", _form(left), _form(right), numbers) if numbers.changed else None
+
+
+def _unequal_pieces(
+    name: str, left: Tensor, right: Tensor, ours: _Objects, theirs: _Objects
+) -> list[tuple[_Bytes, _Bytes]]:
+    """Pieces of both sides at the same place that may differ: those of the same object and key cannot."""
+    if left.parts == right.parts:
+        return []
+    if len(left.parts) == len(right.parts):
+        pieces = [
+            (ours.piece(name, one), theirs.piece(name, other))
+            for one, other in zip(left.parts, right.parts, strict=True)
+            if one != other
+        ]
+        if all(len(one) == len(other) for one, other in pieces):
+            return pieces
+    return [(ours.whole(name, left), theirs.whole(name, right))]  # cut at other places
+
+
+def _form(tensor: Tensor | None) -> str:
+    return "" if tensor is None else f"{tensor.dtype} {list(tensor.shape)}"
+
+
+def _bytes(manifest: Manifest, wanted: Callable[[str], bool]) -> int:
+    return sum(size for digest, size in manifest.objects.items() if wanted(digest))
+
+
+# ---------------------------------------------------------------------- fields
+
+
+def _fields(info: RunInfo, changes: list[dict[str, str]], meta: str) -> dict[str, object]:
+    """Settings are compared as texts, because that is how the journal records their changes ("old -> new")."""
+    settings = {name: str(value) for name, value in _flat(info.settings)}
+    for change in changes:
+        settings |= {name: text.rpartition(" -> ")[2] for name, text in change.items()}
+    return {
+        "num_siblings": info.num_siblings,
+        "staleness": info.staleness,
+        **{f"fingerprints.{name}": value for name, value in info.fingerprints.items()},
+        **{f"settings.{name}": value for name, value in settings.items() if name not in _PLACES},
+        **{f"meta.{name}" if name else "meta": value for name, value in _flat(_parsed(meta))},
+    }
+
+
+def _parsed(meta: str) -> Any:
+    try:
+        return msgspec.json.decode(meta)
+    except msgspec.DecodeError:
+        return meta
+
+
+def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in nested mappings that is not one."""
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    entries: Mapping[str, Any] = value  # pyright: ignore[reportUnknownVariableType]
+    for key, inner in entries.items():
+        yield from _flat(inner, f"{name}.{key}" if name else key)
+
+
+def _pairs(left: Mapping[str, object], right: Mapping[str, object]) -> Iterator[tuple[str, tuple[object, object]]]:
+    for name in sorted(left.keys() | right.keys()):
+        yield name, (left.get(name, _ABSENT), right.get(name, _ABSENT))
