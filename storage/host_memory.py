@@ -7,10 +7,13 @@ however it ends. An anonymous file is also not bounded by the size of /dev/shm, 
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import tempfile
 import weakref
+
+import numpy as np
 
 
 class HostMemory:
@@ -22,10 +25,11 @@ class HostMemory:
         weakref.finalize(self, os.close, self.fd)
         os.ftruncate(self.fd, max(1, size))
         self.view = _map(self.fd, size, mmap.PROT_READ | mmap.PROT_WRITE)
+        np.frombuffer(self.view, np.uint8)[:: mmap.PAGESIZE] = 0
 
 
 class MappedMemory:
-    """The `HostMemory` of another process, to be read only; takes `fd` over."""
+    """The `HostMemory` of another process, to be read only; takes `fd` over. Only pages that are read are mapped."""
 
     def __init__(self, fd: int, size: int) -> None:
         self.fd = fd
@@ -34,8 +38,11 @@ class MappedMemory:
 
 
 def _map(fd: int, size: int, protection: int) -> memoryview:
-    populate = getattr(mmap, "MAP_POPULATE", 0)  # Linux; elsewhere the first copy touches the pages
-    return memoryview(mmap.mmap(fd, max(1, size), flags=mmap.MAP_SHARED | populate, prot=protection))[:size]
+    mapped = mmap.mmap(fd, max(1, size), flags=mmap.MAP_SHARED, prot=protection)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them; small pages are only slower
+            mapped.madvise(mmap.MADV_HUGEPAGE)
+    return memoryview(mapped)[:size]
 
 
 def _nameless_file() -> int:

@@ -10,6 +10,7 @@ is no error of ours ends it too, with a traceback on stderr.
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 import os
 import socket
@@ -45,6 +46,7 @@ def serve(wire: Wire, url: str) -> None:
         except TidegateError as error:
             answer = Failed.of(error)
         wire.send(answer)
+        gc.collect()  # what an S3 client leaves in cycles would keep the memory mapped
 
 
 def _capture(message: Publish, fd: int) -> Capture:
