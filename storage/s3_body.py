@@ -8,8 +8,8 @@ from storage.filesystem import Bytes
 
 
 class Body(io.BytesIO):
-    """A view of `data` as botocore and aiohttp take it. An `io.BytesIO` by name only, which tells aiohttp that it may be
-    read on its event loop: a real one would copy the whole, twice."""
+    """A view of `data` as botocore and aiohttp take it. An `io.BytesIO` by name only, so that aiohttp reads it on its
+    event loop; a real one would copy the whole, twice."""
 
     def __init__(self, data: Bytes) -> None:
         super().__init__()
