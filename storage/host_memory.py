@@ -7,7 +7,6 @@ however it ends. An anonymous file is also not bounded by the size of /dev/shm, 
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import tempfile
@@ -38,11 +37,7 @@ class MappedMemory:
 
 
 def _map(fd: int, size: int, protection: int) -> memoryview:
-    mapped = mmap.mmap(fd, max(1, size), flags=mmap.MAP_SHARED, prot=protection)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them; small pages are only slower
-            mapped.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(mapped)[:size]
+    return memoryview(mmap.mmap(fd, max(1, size), flags=mmap.MAP_SHARED, prot=protection))[:size]
 
 
 def _nameless_file() -> int:

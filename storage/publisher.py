@@ -81,7 +81,9 @@ class ThreadPublisher:
             digest = self._digest(shard, data, capture)
             written = 0 if digest in known else _create_object(self._store, paths.object(digest), data, digest)
             with self._lock:
-                self._advance(self.progress._replace(done=self.progress.done + shard.size))
+                before = self.progress
+                self._advance(Progress(before.done + shard.size, before.size))
+                self._log(capture.step, before)
             return digest, written
 
         settled = each(settle, layout.shards)
@@ -95,6 +97,12 @@ class ThreadPublisher:
     def _advance(self, progress: Progress) -> None:
         self.progress = progress
         self._tell(progress)
+
+    def _log(self, step: int, before: Progress) -> None:
+        """A line for each tenth."""
+        now = self.progress
+        if now.done * 10 // now.size > before.done * 10 // now.size:
+            log.info("op=publish_checkpoint phase=shards step=%d done=%d of=%d", step, now.done, now.size)
 
     def _digest(self, shard: Shard, data: memoryview, capture: Capture) -> str:
         """sha256 of a file. That of the last publication serves again when the file is made of the same tensors."""
