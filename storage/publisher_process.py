@@ -51,6 +51,7 @@ class PublisherProcess:
         """See `Publisher`."""
         with self._flight:
             process, wire = self._living()
+            self.progress = Progress(0, capture.layout.num_bytes)
             try:
                 wire.send(_message(run, incarnation, capture, newest), capture.memory.fd)
                 answer = self._follow(wire)

@@ -139,6 +139,16 @@ def test_a_shard_whose_object_was_lost_from_the_newest_manifest_is_written_altho
     check(store, publisher.publish(RUN, 1, capture(2, made), None), made)
 
 
+def test_a_shard_whose_tensors_are_known_to_be_unchanged_is_not_even_read() -> None:
+    store, made = MemoryStore(), state()
+    publisher, buffers = ThreadPublisher(store), CaptureBuffers(SHARD)
+    first = publisher.publish(RUN, 1, capture(1, made, buffers), None)
+    again = capture(2, made, buffers)
+    again.memory.view[:] = bytes(len(again.memory.view))
+    second = publisher.publish(RUN, 1, again, newest(first))
+    assert read_manifest(store, RUN, *newest(second)).objects == read_manifest(store, RUN, *newest(first)).objects
+
+
 # ---------------------------------------------------------------------- in a process of its own
 
 
