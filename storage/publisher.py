@@ -10,6 +10,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -22,6 +23,9 @@ from storage.filesystem import Bytes, Store
 from storage.layout import Layout, Shard
 from storage.runs import RunPaths
 from storage.schema import SCHEMA
+
+HASHING = 2
+"""Threads that hash ahead, so that as many shards are on their way as the store takes at once."""
 
 log = logging.getLogger(__name__)
 
@@ -76,22 +80,26 @@ class ThreadPublisher:
         paths, layout = RunPaths(run), capture.layout
         self._advance(Progress(0, layout.num_bytes))
 
-        def settle(shard: Shard) -> tuple[str, int]:
-            data = capture.memory.view[shard.offset : shard.offset + shard.size]
-            digest = self._digest(shard, data, capture)
-            written = 0 if digest in known else _create_object(self._store, paths.object(digest), data, digest)
+        def settle(item: tuple[Shard, Future[str]]) -> tuple[str, int]:
+            shard, digest = item[0], item[1].result()
+            written = 0 if digest in known else _create_same(self._store, paths.object(digest), _file(capture, shard))
             with self._lock:
                 before = self.progress
                 self._advance(Progress(before.done + shard.size, before.size))
                 self._log(capture.step, before)
             return digest, written
 
-        settled = each(settle, layout.shards)
+        with ThreadPoolExecutor(HASHING) as pool:
+            hashing = [pool.submit(self._digest, shard, capture) for shard in layout.shards]
+            try:
+                settled = each(settle, list(zip(layout.shards, hashing, strict=True)))
+            finally:
+                pool.shutdown(wait=False, cancel_futures=True)
         self._forget_but({digest for digest, _ in settled})
         objects = {digest: shard.size for shard, (digest, _) in zip(layout.shards, settled, strict=True)}
         data = msgspec.json.encode(_manifest(run, incarnation, capture, objects))
         name = f"{capture.step:09d}-{incarnation:06d}.json"
-        written = _create_manifest(self._store, paths.manifest(name), data) + sum(size for _, size in settled)
+        written = _create_same(self._store, paths.manifest(name), data) + sum(size for _, size in settled)
         return Written(name, hashlib.sha256(data).hexdigest(), layout.num_bytes, written)
 
     def _advance(self, progress: Progress) -> None:
@@ -104,19 +112,23 @@ class ThreadPublisher:
         if now.done * 10 // now.size > before.done * 10 // now.size:
             log.info("op=publish_checkpoint phase=shards step=%d done=%d of=%d", step, now.done, now.size)
 
-    def _digest(self, shard: Shard, data: memoryview, capture: Capture) -> str:
+    def _digest(self, shard: Shard, capture: Capture) -> str:
         """sha256 of a file. That of the last publication serves again when the file is made of the same tensors."""
         if not capture.digests:
-            return hashlib.sha256(data).hexdigest()
+            return hashlib.sha256(_file(capture, shard)).hexdigest()
         parts = [f"{part.start}:{capture.digests[part.tensor]}" for part in shard.parts]
         made_of = hashlib.sha256(shard.header + "\n".join(parts).encode()).hexdigest()
-        digest = self._digests.get(made_of) or hashlib.sha256(data).hexdigest()
+        digest = self._digests.get(made_of) or hashlib.sha256(_file(capture, shard)).hexdigest()
         with self._lock:
             self._digests[made_of] = digest
         return digest
 
     def _forget_but(self, needed: set[str]) -> None:
         self._digests = {made_of: digest for made_of, digest in self._digests.items() if digest in needed}
+
+
+def _file(capture: Capture, shard: Shard) -> memoryview:
+    return capture.memory.view[shard.offset : shard.offset + shard.size]
 
 
 def _manifest(run: str, incarnation: int, capture: Capture, objects: dict[str, int]) -> Manifest:
@@ -138,23 +150,13 @@ def _cut(layout: Layout) -> dict[str, CutTensor]:
     return {name: CutTensor(*layout.tensors[name], tuple(keys)) for name, keys in layout.cut().items()}
 
 
-def _create_object(store: Store, key: str, data: Bytes, digest: str) -> int:
-    """Create a shard; one that exists must hold the same bytes. Returns the bytes written."""
+def _create_same(store: Store, key: str, data: Bytes) -> int:
+    """Create an object; one that exists must hold the same bytes. Returns the bytes written."""
     try:
         store.create(key, data)
         return len(data)
     except ObjectExists:
-        if hashlib.sha256(store.read(key)).hexdigest() == digest:
-            return 0
-    raise _altered(key)
-
-
-def _create_manifest(store: Store, key: str, data: bytes) -> int:
-    try:
-        store.create(key, data)
-        return len(data)
-    except ObjectExists:
-        if store.read(key) == data:
+        if hashlib.sha256(store.read(key)).digest() == hashlib.sha256(data).digest():
             return 0
     raise _altered(key)
 
