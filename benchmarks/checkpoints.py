@@ -10,7 +10,8 @@ its own.
                        bytes into memory that was touched before; first_capture_s also makes the buffers
     upload_ratio       rate of a full publication / rate of the raw limit, median of interleaved pairs; raw is a process
                        that creates the same shards with the same client, as many at once; full_s, raw_s: their medians
-    dedup_ratio        full_s / seconds when a tenth of the shards has changed (changed_s)
+    dedup_ratio        seconds of a full publication / seconds when a tenth of the shards has changed (changed_s),
+                       median of interleaved pairs
     unchanged_bytes    written when nothing has changed, and unchanged_s
     peak_extra_mb      what trainer and publishing process hold at most above the state, in MB; process_mb of it is the
                        idle process; state_mb the state
@@ -42,6 +43,7 @@ from rollout_parts import machine
 from flows.seaweed import exported, running_seaweed
 from storage.buffers import tensor_digests
 from storage.capture import Capture, CaptureBuffers, capture_of
+from storage.checkpoint import Written
 from storage.opening import open_store
 from storage.publisher import Newest
 from storage.publisher_process import PublisherProcess
@@ -114,8 +116,16 @@ def upload_rate(url: str, state: State, parsed: argparse.Namespace) -> dict[str,
     }
 
 
-def publish(publisher: PublisherProcess, run: str, capture: Capture, newest: Newest | None = None) -> Any:
+def publish(publisher: PublisherProcess, run: str, capture: Capture, newest: Newest | None = None) -> Written:
     return publisher.publish(run, 1, capture, newest)
+
+
+def timed_publish(
+    publisher: PublisherProcess, run: str, capture: Capture, newest: Newest | None = None
+) -> tuple[float, Written]:
+    started = time.perf_counter()
+    written = publish(publisher, run, capture, newest)
+    return time.perf_counter() - started, written
 
 
 def forget(url: str, *prefixes: str) -> None:
@@ -125,34 +135,37 @@ def forget(url: str, *prefixes: str) -> None:
         store.delete(store.list(prefix))
 
 
-def dedup(url: str, state: State, full_s: float) -> dict[str, float]:
-    """Publications after a tenth of the shards changed, and after nothing did."""
+def dedup(url: str, state: State, rounds: int) -> dict[str, float]:
+    """Full publications, in turn with those after a tenth of the shards changed and those after nothing did."""
     buffers, publisher = CaptureBuffers(), PublisherProcess(url)
     digests = tensor_digests(state)
     capture = take(state, buffers, 0, digests)
     count = max(1, round(CHANGED * len(capture.layout.shards)))
-    changed: list[tuple[float, int]] = []
-    unchanged: list[tuple[float, int]] = []
+    full: list[float] = []
+    changed: list[float] = []
+    unchanged: list[float] = []
     try:
         written = publish(publisher, "dedup", capture)
-        for step in range(1, 8):
-            into = changed if step % 2 else unchanged
-            names = change(state, capture, count, step) if step % 2 else []
+        for step in range(1, 2 * rounds, 2):
+            full.append(timed_publish(publisher, f"full-{step}", capture._replace(digests={}))[0])
+            forget(url, f"runs/full-{step}")
+            names = change(state, capture, count, step)
             digests = digests | tensor_digests({name: state[name] for name in names})
             capture = take(state, buffers, step, digests)
-            newest = Newest(written.name, written.digest)
-            started = time.perf_counter()
-            written = publish(publisher, "dedup", capture, newest)
-            into.append((time.perf_counter() - started, written.written))
+            seconds, written = timed_publish(publisher, "dedup", capture, Newest(written.name, written.digest))
+            changed.append(seconds)
+            changed_mb = written.written / 1e6
+            capture = take(state, buffers, step + 1, digests)
+            seconds, written = timed_publish(publisher, "dedup", capture, Newest(written.name, written.digest))
+            unchanged.append(seconds)
     finally:
         publisher.close()
-    changed_s = statistics.median(seconds for seconds, _ in changed)
     return {
-        "dedup_ratio": full_s / changed_s,
-        "changed_s": changed_s,
-        "changed_mb": max(size for _, size in changed) / 1e6,
-        "unchanged_bytes": max(size for _, size in unchanged),
-        "unchanged_s": statistics.median(seconds for seconds, _ in unchanged),
+        "dedup_ratio": statistics.median(whole / part for whole, part in zip(full, changed, strict=True)),
+        "changed_s": statistics.median(changed),
+        "changed_mb": changed_mb,
+        "unchanged_bytes": written.written,
+        "unchanged_s": statistics.median(unchanged),
     }
 
 
@@ -205,7 +218,7 @@ def one_store(kind: str, parsed: argparse.Namespace) -> dict[str, Any]:
             found: dict[str, Any] = memory(url, state)
             forget(url, "runs/memory-0", "runs/memory-1")
             found |= upload_rate(url, state, parsed)
-            found |= dedup(url, state, found["full_s"])
+            found |= dedup(url, state, parsed.pairs)
             return found | asyncio.run(lag(url, state))
     finally:
         shutil.rmtree(folder)
