@@ -30,14 +30,17 @@ import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+sys.path[0] = str(Path(__file__).parents[1])  # not this folder: a script of it has the name of a package
+
 import numpy as np
-from machine import machine
-from pipeline import Pipeline, Ran, Speeds, generation_s, limits_for, longest_shares
 from rich.console import Console
 from rich.progress import track
 
+from benchmarks.machine import machine
+from benchmarks.pipeline import Pipeline, Ran, Speeds, generation_s, limits_for, longest_shares
 from gpu.rollout.limits import Submission
 
 TAILS = {"1.6": 0.3, "2.7": 0.6, "4.3": 0.9, "7.0": 1.2}

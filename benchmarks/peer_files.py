@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
-from peer_rows import COLUMNS, Base, Change, Columns, Payload, newest, place
+
+from benchmarks.peer_rows import COLUMNS, Base, Change, Columns, Payload, newest, place
 
 Plain = tuple[Columns, list[Payload]]
 

@@ -14,8 +14,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
-from peer_files import Plain, Syncer
-from peer_rows import COLUMNS, SEALED, SIBLINGS, Base, Change, Columns, Payload
+
+from benchmarks.peer_files import Plain, Syncer
+from benchmarks.peer_rows import COLUMNS, SEALED, SIBLINGS, Base, Change, Columns, Payload
 
 PARTITION = "train"
 BATCH = 32

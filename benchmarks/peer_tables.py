@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
-from peer_files import Plain, Syncer
-from peer_rows import COLUMNS, Base, Change, Columns, Payload, newest
+
+from benchmarks.peer_files import Plain, Syncer
+from benchmarks.peer_rows import COLUMNS, Base, Change, Columns, Payload, newest
 
 
 def _rows_table(columns: Columns, change: int) -> pa.Table:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from peer_files import Plain
-from peer_rows import COLUMNS, EXECUTING, RESERVED, SEALED, SIBLINGS, Base, Change, Payload
 
+from benchmarks.peer_files import Plain
+from benchmarks.peer_rows import COLUMNS, EXECUTING, RESERVED, SEALED, SIBLINGS, Base, Change, Payload
 from storage import schema
 from storage.clock import SystemClock
 from storage.journal import JournalWriter, claim, fold, fold_segment, read_journal, store_frozen

@@ -33,9 +33,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from machine import machine
-from rollout_parts import RUN, NoopDriver, NoopWorker, make_limits, make_manager, resident_mb, stop
+sys.path[0] = str(Path(__file__).parents[1])  # not this folder: a script of it has the name of a package
 
+from benchmarks.machine import machine
+from benchmarks.rollout_parts import RUN, NoopDriver, NoopWorker, make_limits, make_manager, resident_mb, stop
 from gpu.collector import collect_by_the_clock
 from gpu.rollout.limits import Submission
 from storage.journal import read_journal
@@ -129,7 +130,7 @@ def one_policy(parsed: argparse.Namespace) -> dict[str, float]:
 
 
 def actors(parsed: argparse.Namespace) -> dict[str, float]:
-    from rollout_actors import measure_actors
+    from benchmarks.rollout_actors import measure_actors
 
     folder = Path(tempfile.mkdtemp(prefix="tidegate-bench-", dir=parsed.folder))
     try:

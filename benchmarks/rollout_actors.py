@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any, cast
 
 import ray
-from rollout_parts import NoopDriver, NoopWorker, make_limits, make_manager
 
+from benchmarks.rollout_parts import NoopDriver, NoopWorker, make_limits, make_manager
 from flows.settings import RAY
 from gpu.actors import Hosted, Remote
 from gpu.collector import collect_by_the_clock
@@ -66,7 +66,7 @@ def measure_actors(folder: Path, siblings: int, batch: int, tokens: int, groups:
         os.environ[variable.name] = variable.value
     os.environ.pop("RAY_ADDRESS", None)
     here = Path(__file__).parent
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(here.parent), os.environ.get("PYTHONPATH", "")])
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=128 << 20,
              _node_ip_address="127.0.0.1")  # fmt: skip
     try:

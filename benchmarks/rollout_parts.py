@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from pipeline import bench_limits
 
+from benchmarks.pipeline import bench_limits
 from gpu.rollout.committer import FlushSettings
 from gpu.rollout.engine_control import EngineControl
 from gpu.rollout.limits import Limits, Submission

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-sys.path[0] = str(Path(__file__).parents[1])  # a script's folder comes first, where this file hides the package
+sys.path[0] = str(Path(__file__).parents[1])  # not this folder: a script of it has the name of a package
 
 from benchmarks.machine import machine
 from benchmarks.storage_parts import RUN, SIBLINGS, Append, Far, HandWritten, bare

@@ -35,15 +35,17 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-from machine import machine
-from peer_files import JsonLines, Pickle, Plain, System, TorchSave
-from peer_flips import flip_bits
-from peer_queue import SavedQueue, TransferQueue
-from peer_rows import Base, Change, Payload, Plan, place
-from peer_tables import Delta, Lance
-from peer_tidegate import RUN, Description, Tidegate
+sys.path[0] = str(Path(__file__).parents[1])  # not this folder: a script of it has the name of a package
 
+import numpy as np
+
+from benchmarks.machine import machine
+from benchmarks.peer_files import JsonLines, Pickle, Plain, System, TorchSave
+from benchmarks.peer_flips import flip_bits
+from benchmarks.peer_queue import SavedQueue, TransferQueue
+from benchmarks.peer_rows import Base, Change, Payload, Plan, place
+from benchmarks.peer_tables import Delta, Lance
+from benchmarks.peer_tidegate import RUN, Description, Tidegate
 from storage.runs import RunPaths
 
 READS = 5
@@ -202,7 +204,7 @@ def part(parsed: argparse.Namespace) -> dict[str, Any]:
 def whole(parsed: argparse.Namespace) -> dict[str, Any]:
     """Each part in a process of its own, one after the other."""
     found: dict[str, Any] = {}
-    path = os.pathsep.join([str(Path(__file__).parent), *filter(None, [os.environ.get("PYTHONPATH")])])
+    path = os.pathsep.join([str(Path(__file__).parents[1]), *filter(None, [os.environ.get("PYTHONPATH")])])
     environment = {**os.environ, "PYTHONPATH": path}  # a fork server finds modules only there
     parts = [*map(str, parsed.rows), *(["flips"] if parsed.flips else [])]
     for name in parsed.systems:

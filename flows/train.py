@@ -119,7 +119,8 @@ async def save_last(phases: Phases, step: int) -> None:
     if step and one.saved_step < step:
         await phases.hold_admission(step)
         try:
-            await phases.publish_checkpoint(step)
+            while not await phases.publish_checkpoint(step):  # noqa: ASYNC110 - an older driver's ends first, elsewhere
+                await asyncio.sleep(0.5)
         finally:
             await phases.release_admission(step)
         await finish_upload(one)

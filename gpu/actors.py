@@ -21,6 +21,7 @@ from gpu.spec import ProcessSpec, RunSpec
 from storage.archivist import Archivist
 from storage.errors import ActorLost, ResourceUnavailable, TidegateError
 from storage.opening import open_store
+from storage.publisher_process import open_publisher
 from storage.runs import open_run
 from storage.schema import LedgerSnapshot
 
@@ -103,7 +104,8 @@ class TrainerActor(Hosted):
         from gpu.training.ray_host import RayTrainerHost
 
         (spec,) = args
-        self.target = RayTrainerHost(open_store(spec.storage_url), spec.run, lambda: build_trainer(spec))
+        store, publisher = open_store(spec.storage_url), open_publisher(spec.storage_url)
+        self.target = RayTrainerHost(store, spec.run, lambda: build_trainer(spec), publisher)
 
 
 class EngineActor(Hosted):

@@ -7,7 +7,7 @@ header, data), written without an extra copy; the `safetensors` library reads it
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -37,45 +37,67 @@ class NamedBuffer:
         return len(self.data)
 
 
-def buffers_digest(buffers: Mapping[str, NamedBuffer], extra: str = "") -> str:
-    """sha256 over the sorted (name, dtype, shape, sha256(data)) of all buffers and `extra`. Uses two threads for
-    large ones."""
+def tensor_digests(buffers: Mapping[str, NamedBuffer]) -> dict[str, str]:
+    """sha256 of the bytes of each buffer. Uses two threads for large ones."""
 
     def one(name: str) -> str:
-        buffer = buffers[name]
-        return f"{name}:{buffer.dtype}:{buffer.shape}:{hashlib.sha256(buffer.data.data).hexdigest()}"
+        return hashlib.sha256(buffers[name].data.data).hexdigest()
 
     names = sorted(buffers)
     if sum(buffer.num_bytes for buffer in buffers.values()) < THREADS_BYTES:
-        lines = [one(name) for name in names]
-    else:
-        with ThreadPoolExecutor(2) as pool:
-            lines = list(pool.map(one, names))
+        return {name: one(name) for name in names}
+    with ThreadPoolExecutor(2) as pool:
+        return dict(zip(names, pool.map(one, names), strict=True))
+
+
+def buffers_digest(
+    buffers: Mapping[str, NamedBuffer], extra: str = "", digests: Mapping[str, str] | None = None
+) -> str:
+    """sha256 over the sorted (name, dtype, shape, sha256(data)) of all buffers and `extra`; `digests` are those of the
+    data where they are known."""
+    digests = tensor_digests(buffers) if digests is None else digests
+    lines = [f"{name}:{buffers[name].dtype}:{buffers[name].shape}:{digests[name]}" for name in sorted(buffers)]
     return hashlib.sha256("\n".join([*lines, extra]).encode()).hexdigest()
+
+
+def safetensors_header(tensors: Iterable[tuple[str, str, tuple[int, ...], int]]) -> bytes:
+    """What precedes the data of a safetensors file, for (name, dtype, shape, size in bytes) in the data's order."""
+    header: dict[str, object] = {}
+    offset = 0
+    for name, dtype, shape, size in tensors:
+        header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [offset, offset + size]}
+        offset += size
+    text = msgspec.json.encode(header)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def to_safetensors(tensors: Mapping[str, NamedBuffer]) -> bytearray:
     """One safetensors file with the tensors in the given order."""
-    header: dict[str, object] = {}
-    offset = 0
-    for name, buffer in tensors.items():
-        header[name] = {
-            "dtype": buffer.dtype,
-            "shape": list(buffer.shape),
-            "data_offsets": [offset, offset + buffer.num_bytes],
-        }
-        offset += buffer.num_bytes
-    text = msgspec.json.encode(header)
-    text += b" " * (-len(text) % 8)
-    file = bytearray(8 + len(text) + offset)
-    file[:8] = len(text).to_bytes(8, "little")
-    file[8 : 8 + len(text)] = text
+    header = safetensors_header((name, b.dtype, b.shape, b.num_bytes) for name, b in tensors.items())
+    file = bytearray(len(header) + sum(buffer.num_bytes for buffer in tensors.values()))
+    file[: len(header)] = header
     place = np.frombuffer(file, np.uint8)
-    position = 8 + len(text)
+    position = len(header)
     for buffer in tensors.values():
         place[position : position + buffer.num_bytes] = buffer.data
         position += buffer.num_bytes
     return file
+
+
+def read_safetensors_header(read: Callable[[int, int], bytes], where: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Dtype and shape of each tensor of a file of which `read(start, end)` gives bytes; nothing is proven. Raises
+    `ArtifactCorrupt`."""
+    try:
+        length = int.from_bytes(read(0, 8), "little")
+        header: dict[str, dict[str, object]] = msgspec.json.decode(read(8, 8 + length))
+        return {
+            name: (str(entry["dtype"]), msgspec.convert(entry["shape"], tuple[int, ...]))
+            for name, entry in header.items()
+            if name != "__metadata__"
+        }
+    except (msgspec.MsgspecError, KeyError, TypeError, AttributeError) as error:
+        raise _no_safetensors(where, error) from error
 
 
 def from_safetensors(data: bytes, where: str) -> dict[str, NamedBuffer]:
@@ -86,12 +108,16 @@ def from_safetensors(data: bytes, where: str) -> dict[str, NamedBuffer]:
         body = np.frombuffer(data, np.uint8)[8 + length :]
         return {name: _view(entry, body) for name, entry in header.items() if name != "__metadata__"}
     except (msgspec.DecodeError, ValueError, KeyError, TypeError) as error:
-        raise ArtifactCorrupt(
-            f"{where} is not a safetensors file: {error}",
-            expected="a safetensors file",
-            action="restore the object from a copy",
-            code="format",
-        ) from error
+        raise _no_safetensors(where, error) from error
+
+
+def _no_safetensors(where: str, error: Exception) -> ArtifactCorrupt:
+    return ArtifactCorrupt(
+        f"{where} is not a safetensors file: {error}",
+        expected="a safetensors file",
+        action="restore the object from a copy",
+        code="format",
+    )
 
 
 def _view(entry: dict[str, object], body: npt.NDArray[np.uint8]) -> NamedBuffer:

@@ -1,7 +1,8 @@
 """How two published checkpoints differ, of one run or of two: tensors, settings, and the bytes they share.
 
 Objects are named by their sha256, so a tensor that lies in the same objects on both sides is equal without being read.
-What is read is proven by its digest first. Memory holds one tensor and a few objects of each side.
+Numbers that are compared are proven by their object's digest first; of other objects only the header is read. Memory
+holds one tensor and a few objects of each side.
 """
 
 from __future__ import annotations
@@ -16,13 +17,13 @@ import numpy as np
 import numpy.typing as npt
 
 from storage import schema
-from storage.buffers import NamedBuffer
-from storage.checkpoint import Manifest, Tensor, read_manifest, read_object, tensor_piece
-from storage.errors import UnknownCheckpoint
+from storage.buffers import NamedBuffer, read_safetensors_header
+from storage.checkpoint import Manifest, piece_missing, read_manifest, read_object
+from storage.errors import ArtifactCorrupt, ObjectMissing, UnknownCheckpoint
 from storage.filesystem import Store
 from storage.journal import read_journal, rows_of
 from storage.numbers import Numbers, Tally
-from storage.runs import RunInfo, open_run
+from storage.runs import RunInfo, RunPaths, open_run
 
 _KEPT_OBJECTS = 2
 _PLACES = ("run", "storage.url")
@@ -103,7 +104,7 @@ class Published:
 def compare(left: Checkpoint, right: Checkpoint, say: Callable[[str], None] = lambda line: None) -> Difference:
     """Raises `ArtifactCorrupt` for an object that had to be read and is not what its digest says."""
     objects = _Objects(left), _Objects(right)
-    ours, theirs = left.manifest.tensors, right.manifest.tensors
+    ours, theirs = (one.tensors() for one in objects)
     found: list[TensorDifference] = []
     for name in sorted(ours.keys() | theirs.keys()):
         say(f"op=diff phase=tensors tensor={name} different={len(found)}")
@@ -124,6 +125,15 @@ def compare(left: Checkpoint, right: Checkpoint, say: Callable[[str], None] = la
 # ---------------------------------------------------------------------- tensors
 
 
+@dataclass(frozen=True, slots=True)
+class Tensor:
+    """Where a tensor lies: the concatenation of tensor `key` of object `digest`, for each part in order."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    parts: tuple[tuple[str, str], ...]
+
+
 class _Objects:
     """Decoded objects of one checkpoint. Tensors lie in objects in the order of their names, so the last few do."""
 
@@ -132,15 +142,42 @@ class _Objects:
         self._kept: dict[str, dict[str, NamedBuffer]] = {}
         self.bytes_read = 0
 
+    def tensors(self) -> dict[str, Tensor]:
+        """Every tensor of the checkpoint, from its objects' headers. Raises `ArtifactCorrupt`."""
+        cut = self._manifest.cut
+        found: dict[str, Tensor] = {}
+        for digest in self._manifest.objects:
+            key = RunPaths(self._manifest.run).object(digest)
+            header = read_safetensors_header(lambda start, end, key=key: self._read(key, start, end), key)
+            found |= {name: Tensor(*form, ((digest, name),)) for name, form in header.items()}
+        for name, one in cut.items():
+            pieces = [found.pop(key, None) for key in one.keys]
+            parts = [piece.parts[0] for piece in pieces if piece is not None]
+            if len(parts) != len(one.keys):
+                raise piece_missing(name, one.keys[pieces.index(None)])
+            found[name] = Tensor(one.dtype, one.shape, tuple(parts))
+        return found
+
+    def _read(self, key: str, start: int, end: int) -> bytes:
+        try:
+            return self._store.read(key, start, end)
+        except ObjectMissing as error:
+            raise ArtifactCorrupt(
+                f"{key} is missing", expected="an object of the checkpoint", action="restore it from a copy",
+                code="missing",
+            ) from error  # fmt: skip
+
     def piece(self, name: str, part: tuple[str, str]) -> _Bytes:
-        digest, _ = part
+        digest, key = part
         if digest not in self._kept:
             if len(self._kept) == _KEPT_OBJECTS:
                 del self._kept[next(iter(self._kept))]
             size = self._manifest.objects[digest]
             self._kept[digest] = read_object(self._store, self._manifest.run, digest, size)
             self.bytes_read += size
-        return tensor_piece(self._kept[digest], name, part)
+        if key not in self._kept[digest]:
+            raise piece_missing(name, key)
+        return self._kept[digest][key].data
 
     def whole(self, name: str, tensor: Tensor) -> _Bytes:
         return np.concatenate([self.piece(name, part) for part in tensor.parts])

@@ -137,6 +137,12 @@ class CommitUnknown(StoreError):
     default_code = "commit_unknown"
 
 
+class UploadLost(StoreError):
+    """The process that wrote a checkpoint died. What it wrote is whole and referenced by nobody; write it again."""
+
+    default_code = "upload_lost"
+
+
 class ArtifactCorrupt(TidegateError, ValueError):
     """A stored object is not what its digest, size, name or chain says."""
 

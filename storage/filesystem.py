@@ -87,7 +87,7 @@ def create_same(store: Store, key: str, data: Bytes) -> int:
         store.create(key, data)
         return len(data)
     except ObjectExists:
-        if store.read(key) == data:
+        if token_of(store.read(key)) == token_of(data):
             return 0
     raise ArtifactCorrupt(
         f"{key} exists with other content",

@@ -27,6 +27,7 @@ from typing import Any, TypeVar
 from storage.clock import Clock, SystemClock
 from storage.errors import CommitUnknown, StorageUnusable, StoreUnavailable, TidegateError
 from storage.filesystem import Bytes, check_key, exists, missing, precondition
+from storage.s3_body import Body
 from storage.s3_connection import Request, S3Connection, S3Limits
 from storage.s3_location import S3Location
 from storage.s3_outcome import Meaning, Verdict, meaning
@@ -86,7 +87,7 @@ class S3Store:
     # ------------------------------------------------------------------ the store's contract
 
     def create(self, key: str, data: Bytes) -> None:
-        self._put(key, bytes(data), {"IfNoneMatch": "*"}, lambda: exists(key, self.url))
+        self._put(key, data, {"IfNoneMatch": "*"}, lambda: exists(key, self.url))
 
     def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
         if end is not None and end <= start:
@@ -152,18 +153,19 @@ class S3Store:
 
     def swap(self, key: str, data: Bytes, token: str | None) -> str:
         condition = {"IfNoneMatch": "*"} if token is None else {"IfMatch": token}
-        return self._put(key, bytes(data), condition, lambda: precondition(key))
+        return self._put(key, data, condition, lambda: precondition(key))
 
     # ------------------------------------------------------------------ writing
 
-    def _put(self, key: str, data: bytes, condition: dict[str, str], refusal: Callable[[], TidegateError]) -> str:
-        """One conditional PUT, repeated with the same bytes until its outcome is known; returns the ETag."""
+    def _put(self, key: str, data: Bytes, condition: dict[str, str], refusal: Callable[[], TidegateError]) -> str:
+        """One conditional PUT, repeated with the same bytes until its outcome is known; returns the ETag. `data` is not
+        copied."""
         checksum = base64.b64encode(hashlib.sha256(data).digest()).decode()
         mark = uuid.uuid4().hex
-        body = {"Body": data, "ChecksumSHA256": checksum, "Metadata": {MARK: mark}}
+        proof = {"ChecksumSHA256": checksum, "Metadata": {MARK: mark}}
 
         async def put(fs: Any) -> dict[str, Any]:
-            return await fs._call_s3("put_object", **self._place(key), **body, **condition)
+            return await fs._call_s3("put_object", **self._place(key), Body=Body(data), **proof, **condition)
 
         trying = self._begin(len(data))
         found = self._until(trying, put, key, Verdict.PRECONDITION, Verdict.MISSING, write=True)
@@ -184,7 +186,7 @@ class S3Store:
         ours = found is not None and found.get("Metadata", {}).get(MARK) == mark
         return str(found["ETag"]) if found is not None and ours else None
 
-    def _check_stored(self, key: str, data: bytes, checksum: str, answer: dict[str, Any]) -> None:
+    def _check_stored(self, key: str, data: Bytes, checksum: str, answer: dict[str, Any]) -> None:
         """The store says which bytes it has: by their sha256, by their MD5, or they are read back."""
         if answer.get("ChecksumSHA256") == checksum:
             return

@@ -9,8 +9,20 @@ from prefect import task
 
 from gpu.rollout.signal import seen
 from storage.checkpoint import Written
-from storage.errors import ActorLost, RestoreRefused, RunFenced, TidegateError
+from storage.errors import (
+    ActorLost,
+    CommitUnknown,
+    RestoreRefused,
+    RunFenced,
+    StoreUnavailable,
+    TidegateError,
+    UploadLost,
+)
+from storage.schema import CheckpointPublished
 from tasks.session import PHASE, Session, session
+
+TRIES, PAUSE_S = 3, 2.0
+"""For one capture. Each request of a try is itself repeated by the store until its deadline."""
 
 log = logging.getLogger(__name__)
 
@@ -18,7 +30,7 @@ log = logging.getLogger(__name__)
 @task(task_run_name="publish_checkpoint-{step}", **PHASE)
 async def publish_checkpoint(step: int) -> int:
     """Capture the state after `step` under the hold; upload and publication go on beside training. Returns its size in
-    bytes, 0 when the previous publication is still under way (the next due step tries again)."""
+    bytes, 0 when another publication is still under way, be it an older driver's (the next due step tries again)."""
     one = session()
     if one.upload is not None and not one.upload.done():
         return 0
@@ -26,16 +38,32 @@ async def publish_checkpoint(step: int) -> int:
     assert one.hold is not None, "hold before capturing"
     await one.manager.prepare_checkpoint(one.caller, one.hold)
     size: int = await one.trainer.capture(one.caller, step)
-    one.upload = asyncio.create_task(_upload(one, step))
-    one.upload.add_done_callback(seen)
+    if size:
+        one.upload = asyncio.create_task(_upload(one, step))
+        one.upload.add_done_callback(seen)
     return size
 
 
 async def _upload(one: Session, step: int) -> None:
     newest = await one.manager.newest_checkpoint(one.caller)
-    written: Written = await one.trainer.upload(one.caller, step, newest)
+    written = await _written(one, step, newest)
     await one.manager.publish_checkpoint(one.caller, step, *written)
     one.saved_step = step
+
+
+async def _written(one: Session, step: int, newest: CheckpointPublished | None) -> Written:
+    """The captured state in the store. What may pass is tried again with the same capture, so often; then the next
+    checkpoint takes its place."""
+    for left in reversed(range(TRIES)):
+        try:
+            return await one.trainer.upload(one.caller, step, newest)
+        except (StoreUnavailable, CommitUnknown, UploadLost) as error:
+            one.upload_problem = str(error)
+            if not left:
+                raise
+            log.warning("op=publish_checkpoint step=%d decision=repeat left=%d reason=%s", step, left, error)
+            await asyncio.sleep(PAUSE_S)
+    raise AssertionError("the last try returns or raises")
 
 
 async def finish_upload(one: Session) -> None:

@@ -6,8 +6,7 @@ import contextlib
 import os
 import socket
 import subprocess
-import time
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -88,11 +87,3 @@ def ray_instance(**options: Any) -> Generator[str]:
             yield str(context.address_info["gcs_address"])
         finally:
             ray.shutdown()
-
-
-def wait_for(condition: Callable[[], object], seconds: float = 20.0) -> None:
-    """Wait for `condition()`; a test that waits in vain fails."""
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline, "the moment did not come"
-        time.sleep(0.01)

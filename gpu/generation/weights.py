@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor, nn
 
@@ -25,6 +27,12 @@ def to_buffer(tensor: Tensor) -> NamedBuffer:
     """A tensor's bytes on the host; shares memory with a contiguous CPU tensor."""
     flat = tensor.detach().contiguous().cpu().view(-1)
     return NamedBuffer(DTYPES[tensor.dtype], tuple(tensor.shape), flat.view(torch.uint8).numpy())
+
+
+def copy_bytes(tensor: Tensor, start: int, place: npt.NDArray[np.uint8]) -> None:
+    """Copy a tensor's bytes from `start` on into host memory, from a GPU without a copy in between."""
+    flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
+    torch.from_numpy(place).copy_(flat[start : start + len(place)])
 
 
 def to_tensor(buffer: NamedBuffer) -> Tensor:

@@ -11,13 +11,15 @@ from collections.abc import Callable, Mapping
 from typing import TypeVar
 
 from gpu.rollout.messages import Caller, Grant
+from gpu.training.checkpoints import Checkpoints
 from gpu.training.messages import RestoredBase, Trained, TrainerStatus
 from gpu.training.trainer import Trainer
 from storage.buffers import NamedBuffer
-from storage.checkpoint import Capture, Written, read_manifest, write_checkpoint
+from storage.checkpoint import Written
 from storage.errors import LeaseRefused, LineageInvalid, RestoreRefused, RunFenced
 from storage.filesystem import Store
 from storage.ledger import Block, Lease
+from storage.publisher import Publisher, ThreadPublisher
 from storage.reader import PayloadReader
 from storage.restore import RestorePlan, load_base
 from storage.samples import Sample, assemble
@@ -27,9 +29,12 @@ T = TypeVar("T")
 
 
 class TrainerHost:
-    """`build` makes the trainer (in a thread: it loads a model)."""
+    """`build` makes the trainer (in a thread: it loads a model). `publisher` writes the checkpoints; by default threads
+    of this process do, as they must for a store that lives in its memory (tests, clusters of one process)."""
 
-    def __init__(self, store: Store, run: str, build: Callable[[], Trainer]) -> None:
+    def __init__(
+        self, store: Store, run: str, build: Callable[[], Trainer], publisher: Publisher | None = None
+    ) -> None:
         self._store, self._run, self._build = store, run, build
         self._trainer: Trainer | None = None
         self._lock = asyncio.Lock()
@@ -38,7 +43,7 @@ class TrainerHost:
         self._hot: Mapping[str, bytes] = {}
         self._reader = PayloadReader(store, run, lambda name: self._hot.get(name))
         self._plan: RestorePlan | None = None
-        self._capture: Capture | None = None
+        self._checkpoints = Checkpoints(run, publisher or ThreadPublisher(store))
         self._published: tuple[str, object] = ("", None)
 
     async def _do(self, caller: Caller, what: str, action: Callable[[], T]) -> T:
@@ -57,10 +62,11 @@ class TrainerHost:
         return self._trainer
 
     def _status(self) -> TrainerStatus:
-        one = self._trainer
+        one, progress = self._trainer, self._checkpoints.progress
         if one is None:
-            return TrainerStatus(-1, "", "", False, self._busy, "")
-        return TrainerStatus(one.step, one.state_digest, one.weights_digest, one.clean, self._busy, one.ahead_of)
+            return TrainerStatus(-1, "", "", False, self._busy, "", *progress)
+        digests = one.state_digest, one.weights_digest
+        return TrainerStatus(one.step, *digests, one.clean, self._busy, one.ahead_of, *progress)
 
     async def status(self) -> TrainerStatus:
         """Answers at once, also while a step runs."""
@@ -101,7 +107,8 @@ class TrainerHost:
         trainer = self._build() if fresh else self._ready()
         if base.manifest is not None:
             trainer.load(base.step, base.buffers, base.manifest.meta, base.manifest.state_digest)
-        self._trainer, self._plan, self._capture = trainer, plan, None
+        self._trainer, self._plan = trainer, plan
+        self._checkpoints.restart(trainer)
         return RestoredBase(base.step, tuple(base.rejected))
 
     async def redo(self, caller: Caller, step: int) -> Trained:
@@ -187,39 +194,13 @@ class TrainerHost:
     # ------------------------------------------------------------------ checkpoints
 
     async def capture(self, caller: Caller, step: int) -> int:
-        """Copy the state after `step`; returns its size in bytes. Nothing to do when it is captured already."""
-        return await self._do(caller, f"capture {step}", lambda: self._take_capture(step))
-
-    def _take_capture(self, step: int) -> int:
-        trainer = self._ready()
-        if self._capture is None or self._capture.step != step:
-            if trainer.step != step or not trainer.clean:
-                raise LeaseRefused(
-                    f"checkpoint of step {step} while the trainer is at step {trainer.step}",
-                    expected="the trainer to be exactly at that step",
-                    action="capture before the next step",
-                    code="state",
-                )
-            self._capture = trainer.capture()
-        return sum(buffer.num_bytes for buffer in self._capture.buffers.values())
+        """Copy the state after `step`; returns its size in bytes. Nothing to do when it is captured already; 0, and
+        nothing done, while the capture of another step is being published."""
+        return await self._do(caller, f"capture {step}", lambda: self._checkpoints.capture(self._ready(), step))
 
     async def upload(self, caller: Caller, step: int, newest: CheckpointPublished | None) -> Written:
-        """Write the captured state, beside training. May be repeated after a failure: the capture is kept."""
+        """Publish the captured state, beside training. May be repeated: after a failure with the same capture, after a
+        lost reply for the same answer."""
         if caller != self._caller:
             raise self._fenced(caller)
-        capture = self._capture
-        if capture is None or capture.step != step:
-            raise LeaseRefused(
-                f"no capture of step {step}",
-                expected="a capture before the upload",
-                action="take the next checkpoint",
-                code="capture",
-            )
-        written = await asyncio.to_thread(self._upload, capture, caller.incarnation, newest)
-        if self._capture is capture:
-            self._capture = None
-        return written
-
-    def _upload(self, capture: Capture, incarnation: int, newest: CheckpointPublished | None) -> Written:
-        known = read_manifest(self._store, self._run, newest.manifest, newest.digest).objects if newest else {}
-        return write_checkpoint(self._store, self._run, incarnation, capture, known)
+        return await asyncio.to_thread(self._checkpoints.publish, step, caller.incarnation, newest)

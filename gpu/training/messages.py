@@ -17,7 +17,8 @@ class Trained(msgspec.Struct, frozen=True):
 
 class TrainerStatus(msgspec.Struct, frozen=True):
     """`clean`: the state is exactly the one of `state_digest`. `busy`: what runs now, "" when nothing. `ahead_of`: the
-    state before the last step, when the trainer can still repeat its answer for that step."""
+    state before the last step, when the trainer can still repeat its answer for that step. `uploaded` of `upload`
+    bytes of the publication under way, or of the last one, are in the store."""
 
     step: int
     state_digest: str
@@ -25,6 +26,8 @@ class TrainerStatus(msgspec.Struct, frozen=True):
     clean: bool
     busy: str
     ahead_of: str
+    uploaded: int = 0
+    upload: int = 0
 
 
 class RestoredBase(msgspec.Struct, frozen=True):

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import torch
 from torch import nn
 
-from gpu.generation.weights import to_buffer, to_tensor
+from gpu.generation.weights import to_tensor
 from gpu.training.settings import OptimizerSettings
 from storage.buffers import NamedBuffer
 from storage.errors import ArtifactCorrupt, TrainingDiverged
@@ -57,13 +57,13 @@ class Optimizer:
         self.drop_gradients()
         self.updates += 1
 
-    def buffers(self) -> dict[str, NamedBuffer]:
-        """First and second moments by parameter name; shares memory with the optimizer on the CPU."""
-        made: dict[str, NamedBuffer] = {}
-        for name, parameter in self._named.items():
-            for part in ("exp_avg", "exp_avg_sq"):
-                made[f"optimizer/{part}/{name}"] = to_buffer(self._adam.state[parameter][part])
-        return made
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """First and second moments by parameter name, not copied."""
+        return {
+            f"optimizer/{part}/{name}": self._adam.state[parameter][part]
+            for name, parameter in self._named.items()
+            for part in ("exp_avg", "exp_avg_sq")
+        }
 
     def meta(self) -> str:
         return json.dumps({"updates": self.updates}, sort_keys=True)

@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 import torch
 
-from gpu.generation.weights import DTYPES, install, to_buffer, weight_buffers
+from gpu.generation.weights import DTYPES, copy_bytes, install, to_buffer, weight_buffers
 from gpu.models.config import ModelSpec
 from gpu.models.llama import LlamaModel
 from gpu.models.loading import load_model
@@ -24,9 +24,11 @@ from gpu.training.messages import Trained
 from gpu.training.optimizer import Optimizer
 from gpu.training.packing import Pack, PackedBatch, collate, micro_batches, pack_group
 from gpu.training.settings import TrainingSettings
-from storage.buffers import NamedBuffer, buffers_digest
-from storage.checkpoint import Capture
+from storage.buffers import NamedBuffer, buffers_digest, tensor_digests
+from storage.capture import Capture, CaptureBuffers
 from storage.errors import ArtifactCorrupt, LeaseRefused
+from storage.host_memory import HostMemory
+from storage.layout import Layout, TensorKind
 from storage.samples import Sample
 
 _WEIGHTS, _RNG = "weights/", "rng/torch"
@@ -46,7 +48,9 @@ class Trainer:
         self._optimizer = Optimizer(self._model, settings.optimizer)
         self._engine_dtype = next(dtype for dtype, name in DTYPES.items() if name == settings.engine_dtype)
         self.step = 0
-        self.state_digest, self.weights_digest = self._digests()
+        self.state_digest = self.weights_digest = ""
+        self._tensor_digests: dict[str, str] = {}
+        self._take_digests()
         self._last: Trained | None = None
         self.ahead_of = ""
         """The state that the last step was trained from, as long as that step may be asked for again."""
@@ -71,7 +75,7 @@ class Trainer:
         started = time.monotonic()
         before = self.state_digest
         metrics = self._optimize(groups)
-        self.state_digest, self.weights_digest = self._digests()
+        self._take_digests()
         self.step, self.clean = step, True
         metrics |= _sample_metrics(groups, versions) | {"seconds": time.monotonic() - started}
         self._last, self.ahead_of = Trained(step, lease, self.state_digest, self.weights_digest, metrics), before
@@ -135,17 +139,29 @@ class Trainer:
             return weight_buffers(self._model)
         return {name: to_buffer(p.detach().to(self._engine_dtype)) for name, p in self._model.named_parameters()}
 
-    def _state(self) -> dict[str, NamedBuffer]:
-        state = {f"{_WEIGHTS}{name}": buffer for name, buffer in weight_buffers(self._model).items()}
-        return state | self._optimizer.buffers() | {_RNG: to_buffer(self._random.get_state())}
+    def _state(self) -> dict[str, torch.Tensor]:
+        """All tensors of the state, where they are."""
+        weights = {f"{_WEIGHTS}{name}": parameter.detach() for name, parameter in self._model.named_parameters()}
+        return weights | self._optimizer.tensors() | {_RNG: self._random.get_state()}
 
-    def _digests(self) -> tuple[str, str]:
-        return buffers_digest(self._state(), self._optimizer.meta()), buffers_digest(self.weights())
+    def _take_digests(self) -> None:
+        state = {name: to_buffer(tensor) for name, tensor in self._state().items()}
+        self._tensor_digests = tensor_digests(state)
+        self.state_digest = buffers_digest(state, self._optimizer.meta(), self._tensor_digests)
+        self.weights_digest = buffers_digest(self.weights())
 
-    def capture(self) -> Capture:
-        """A copy of the state that later steps do not touch."""
-        copied = {name: NamedBuffer(b.dtype, b.shape, b.data.copy()) for name, b in self._state().items()}
-        return Capture(self.step, self.state_digest, self.weights_digest, self._optimizer.meta(), copied)
+    def prepare(self, buffers: CaptureBuffers) -> tuple[Layout, HostMemory]:
+        """Make room for a capture."""
+        return buffers.prepare({n: TensorKind(DTYPES[t.dtype], tuple(t.shape)) for n, t in self._state().items()})
+
+    def capture(self, buffers: CaptureBuffers) -> Capture:
+        """Copy the state to where later steps do not touch it."""
+        layout, memory = self.prepare(buffers)
+        state = self._state()
+        for place in buffers.places():
+            copy_bytes(state[place.tensor], place.start, place.data)
+        meta = self._optimizer.meta()
+        return Capture(self.step, self.state_digest, self.weights_digest, meta, self._tensor_digests, layout, memory)
 
     def load(self, step: int, buffers: Mapping[str, NamedBuffer], meta: str, state_digest: str) -> None:
         """Install a verified checkpoint. Raises `ArtifactCorrupt` when it does not fit or is another state."""
@@ -161,7 +177,7 @@ class Trainer:
         install(self._model, weights)
         self._optimizer.load(buffers, meta)
         self._random.set_state(torch.from_numpy(np.array(buffers[_RNG].data)))
-        self.state_digest, self.weights_digest = self._digests()
+        self._take_digests()
         self.step, self.clean = step, True
         self.forget_last()
 

@@ -29,6 +29,7 @@ from tasks.run import Resumed, finish_run, open_session, restore_trainer
 from tasks.session import begin, session
 from tests.composition import gated
 from tests.faults.house import RUN, small
+from tests.processes import alive, stat_of
 
 CUDA = torch.cuda.is_available()
 GPU = [pytest.mark.gpu] if CUDA else []
@@ -205,20 +206,6 @@ async def until(condition: Callable[[], bool | Awaitable[bool]], what: str, seco
         await asyncio.sleep(0.02)
 
 
-def alive(pid: int) -> bool:
-    """Whether a process runs; one that is dead and not yet reaped does not."""
-    try:
-        os.kill(pid, 0)
-        return _stat(pid)[0] != "Z"
-    except (ProcessLookupError, FileNotFoundError):
-        return False
-
-
-def _stat(pid: int) -> list[str]:
-    """State, parent and so on: what follows the name in /proc/<pid>/stat."""
-    return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-
-
 def actor_processes() -> list[int]:
     """Processes below this one that Ray has named after one of our actors."""
     found: list[int] = []
@@ -227,7 +214,7 @@ def actor_processes() -> list[int]:
         if not entry.name.isdigit():
             continue
         try:
-            state, parent = _stat(int(entry.name))[:2]
+            state, parent = stat_of(int(entry.name))[:2]
             title = (entry / "cmdline").read_bytes()
         except (FileNotFoundError, ProcessLookupError):
             continue

@@ -28,7 +28,7 @@ from storage.memory import MemoryStore
 from storage.opening import open_store
 from storage.runs import RunPaths, create_run, make_run
 from storage.verify import verify
-from tests import servers
+from tests.processes import wait_for
 
 RUN = "zombies"
 ROUNDS = int(os.environ.get("TIDEGATE_CLAIMS", "20"))
@@ -236,7 +236,7 @@ def test_a_store_of_the_same_folder_in_another_process_sees_the_same_journal(tmp
     create_run(one, make_run(run=RUN, created=0.0, num_siblings=1, staleness=None, fingerprints={}, settings={}))
     child = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     try:
-        servers.wait_for(lambda: len(one.list(RunPaths(RUN).journal)) >= 4)
+        wait_for(lambda: len(one.list(RunPaths(RUN).journal)) >= 4)
     finally:
         child.kill()
         child.wait()

@@ -11,7 +11,7 @@ from flows.cli import main
 from flows.diff import SHOWN
 from storage.local import LocalStore
 from storage.runs import RunPaths
-from tests.storage.publishing import Publisher, floats
+from tests.storage.published_runs import Publisher, floats
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from gpu.training.packing import collate, micro_batches, pack_group, pack_sample
 from gpu.training.settings import OptimizerSettings, TrainingSettings
 from gpu.training.trainer import Trainer
 from storage.buffers import NamedBuffer, buffers_digest
+from storage.capture import CaptureBuffers
 from storage.errors import ArtifactCorrupt, LeaseRefused, TrainingDiverged
 from storage.payload import VersionSpan
 from storage.samples import Sample
@@ -220,21 +221,21 @@ class TestTrainer:
     def test_a_restored_trainer_goes_on_to_the_same_state(self) -> None:
         one = trainer()
         one.train(1, 1, "", groups_of(1), 0)
-        saved = one.capture()
+        saved = one.capture(CaptureBuffers())
         one.train(2, 2, "", groups_of(2), 1)
         other = trainer()
-        other.load(1, saved.buffers, saved.meta, saved.state_digest)
+        other.load(1, saved.buffers(), saved.meta, saved.state_digest)
         assert (other.step, other.state_digest) == (1, saved.state_digest)
         other.train(2, 7, saved.state_digest, groups_of(2), 1)
         assert other.state_digest == one.state_digest
-        assert buffers_digest(saved.buffers, saved.meta) == saved.state_digest, "later steps do not touch a capture"
+        assert buffers_digest(saved.buffers(), saved.meta) == saved.state_digest, "later steps do not touch a capture"
 
     @pytest.mark.parametrize("damage", ["bit", "missing", "meta"])
     def test_another_state_than_the_named_one_is_refused_and_nothing_changes(self, damage: str) -> None:
         one = trainer()
         one.train(1, 1, "", groups_of(1), 0)
-        saved = one.capture()
-        buffers, meta = dict(saved.buffers), saved.meta
+        saved = one.capture(CaptureBuffers())
+        buffers, meta = dict(saved.buffers()), saved.meta
         name = next(iter(buffers))
         if damage == "bit":
             data = buffers[name].data.copy()
@@ -277,10 +278,10 @@ class TestTrainer:
     def test_a_failure_after_the_first_change_leaves_the_state_unusable_and_says_so(self, monkeypatch) -> None:
         one = trainer()
 
-        def fails() -> tuple[str, str]:
+        def fails() -> None:
             raise MemoryError
 
-        monkeypatch.setattr(one, "_digests", fails)
+        monkeypatch.setattr(one, "_take_digests", fails)
         with pytest.raises(MemoryError):
             one.train(1, 1, "", groups_of(1), 0)
         monkeypatch.undo()

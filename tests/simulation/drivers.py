@@ -16,9 +16,10 @@ import numpy as np
 from gpu.rollout.control import RolloutControl
 from gpu.rollout.messages import Caller, Grant, Wait
 from storage.buffers import NamedBuffer, buffers_digest
-from storage.checkpoint import Capture, write_checkpoint
+from storage.capture import capture_of
 from storage.errors import RunFenced
 from storage.ledger import Block, Lease
+from storage.publisher import ThreadPublisher
 from storage.reader import PayloadReader
 from storage.restore import load_base, plan_restore
 from storage.samples import assemble
@@ -198,8 +199,8 @@ class Drivers:
         step, digest, buffers = trainer.step, trainer.digest, trainer.buffers
         if control.ledger.step != step or not buffers:
             return
-        capture = Capture(step, digest, digest, "{}", buffers)
-        written = write_checkpoint(self._world.store, RUN, control.ledger.incarnation, capture)
+        capture = capture_of(step, digest, digest, "{}", buffers)
+        written = ThreadPublisher(self._world.store).publish(RUN, control.ledger.incarnation, capture, None)
         yield from self._pause(caller)
         yield from self._durable(caller, control.publish_checkpoint(step, *written))
         self._world.tally["checkpoints"] += 1

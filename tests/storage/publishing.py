@@ -1,65 +1,73 @@
-"""Runs that consist of published checkpoints only, for tests of what looks at those."""
+"""Captures for tests, and publications that stop in their middle for as long as a test wants.
+
+Imports little: a process that a test kills starts with it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+import os
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
 
-import msgspec
 import numpy as np
-import numpy.typing as npt
 
-from storage.buffers import NamedBuffer, buffers_digest
-from storage.checkpoint import Capture, read_manifest, write_checkpoint
-from storage.clock import VirtualClock
+from storage.buffers import NamedBuffer, buffers_digest, tensor_digests
+from storage.capture import Capture, CaptureBuffers, capture_of
+from storage.checkpoint import Written, read_buffers, read_manifest
 from storage.filesystem import Store
-from storage.journal import JournalWriter, claim, store_frozen
-from storage.runs import create_run, make_run
-from storage.schema import CheckpointPublished, ConfigChanged, Record
+from storage.publisher import Newest, Progress
+from storage.publisher_process import PublisherProcess
+from storage.runs import RunPaths
+from tests.processes import wait_for
+
+RUN = "r"
+SHARD = 4096
+State = dict[str, NamedBuffer]
 
 
-def floats(*values: float) -> NamedBuffer:
-    return tensor("F32", np.array(values, np.float32))
+def state(seed: int = 0, sizes: tuple[int, ...] = (3000, 3000, 9000, 100)) -> State:
+    dice = np.random.default_rng(seed)
+    return {
+        f"w{i}": NamedBuffer("U8", (size,), dice.integers(0, 256, size, dtype=np.uint8)) for i, size in enumerate(sizes)
+    }
 
 
-def tensor(dtype: str, values: npt.NDArray[np.generic]) -> NamedBuffer:
-    """`values` has the bits of `dtype`; BF16 is given as uint16."""
-    return NamedBuffer(dtype, values.shape, np.ascontiguousarray(values).reshape(-1).view(np.uint8))
+def capture(step: int, made: State, buffers: CaptureBuffers | None = None) -> Capture:
+    digests = tensor_digests(made)
+    return capture_of(step, buffers_digest(made, "{}"), "w", "{}", made, digests, buffers or CaptureBuffers(SHARD))
 
 
-class Publisher:
-    """A new run on `store`. `publish` writes a checkpoint and its record as the product does."""
+def newest(written: Written) -> Newest:
+    return Newest(written.name, written.digest)
 
-    def __init__(
-        self,
-        store: Store,
-        run: str = "r",
-        fingerprints: Mapping[str, str] = {},
-        settings: Mapping[str, object] = {},
-    ) -> None:
-        self._store, self._run, clock = store, run, VirtualClock()
-        create_run(store, make_run(run=run, created=0.0, num_siblings=2, staleness=1, fingerprints=dict(fingerprints),
-                                   settings=dict(settings)))  # fmt: skip
-        claimed = claim(store, run, 2, owner="t", writer="w", reason="test", clock=clock)
-        self._incarnation = claimed.incarnation
-        self._journal = JournalWriter(run, claimed.incarnation, "w", claimed.tail, clock)
-        self._known: frozenset[str] = frozenset()
 
-    def publish(self, step: int, buffers: Mapping[str, NamedBuffer], **meta: object) -> CheckpointPublished:
-        text = msgspec.json.encode(meta).decode()
-        capture = Capture(step, buffers_digest(buffers, text), buffers_digest(buffers), text, buffers)
-        written = write_checkpoint(self._store, self._run, self._incarnation, capture, self._known)
-        record = CheckpointPublished(
-            step, self._journal.last_seq, written.name, written.digest, written.size, written.written
-        )
-        self._known = frozenset(read_manifest(self._store, self._run, written.name, written.digest).objects)
-        self._record(record)
-        return record
+def check(store: Store, written: Written, made: State) -> None:
+    """The checkpoint in the store is exactly that state."""
+    manifest = read_manifest(store, RUN, written.name, written.digest)
+    found = read_buffers(store, RUN, manifest)
+    assert buffers_digest(found, manifest.meta) == buffers_digest(made, "{}") == manifest.state_digest
 
-    def change_settings(self, **changes: str) -> None:
-        self._record(ConfigChanged({name.replace("__", "."): text for name, text in changes.items()}))
 
-    def _record(self, record: Record) -> None:
-        self._journal.append(record)
-        frozen = self._journal.freeze()
-        store_frozen(self._store, self._run, self._incarnation, frozen)
-        self._journal.confirm(frozen)
+class Stuck:
+    """A publication that waits at the last shard of a capture: its name is taken, by a pipe, and who wants to write it
+    waits to read what is there."""
+
+    def __init__(self, folder: Path, captured: Capture) -> None:
+        shard = captured.layout.shards[-1]
+        self.data = bytes(captured.memory.view[shard.offset : shard.offset + shard.size])
+        self.path = folder / RunPaths(RUN).object(hashlib.sha256(self.data).hexdigest())
+        self.progress = Progress(captured.layout.num_bytes - shard.size, captured.layout.num_bytes)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        os.mkfifo(self.path)
+
+
+@contextmanager
+def begun(process: PublisherProcess, captured: Capture, stuck: Stuck) -> Iterator[Future[Written]]:
+    """A publication with every shard in the store but the one it waits at."""
+    with ThreadPoolExecutor(1) as pool:
+        publication = pool.submit(process.publish, RUN, 1, captured, None)
+        wait_for(lambda: process.progress == stuck.progress)
+        yield publication

@@ -7,13 +7,12 @@ import math
 import numpy as np
 import pytest
 
-from storage import checkpoint
 from storage.difference import Difference, Published, TensorDifference, compare
 from storage.errors import ArtifactCorrupt, UnknownCheckpoint, UnknownRun
 from storage.memory import MemoryStore
 from storage.numbers import Numbers, Tally
 from storage.runs import RunPaths
-from tests.storage.publishing import Publisher, floats, tensor
+from tests.storage.published_runs import Publisher, floats, tensor
 
 W = np.arange(1000, dtype=np.float32)
 
@@ -61,9 +60,8 @@ def test_what_is_new_gone_of_another_form_and_changed_is_told_apart(store: Memor
     ]
 
 
-def test_only_objects_that_differ_are_read(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1024)
-    run = Publisher(store)
+def test_only_objects_that_differ_are_read(store: MemoryStore) -> None:
+    run = Publisher(store, shard_bytes=1024)
     made = {f"w{i}": tensor("F32", W[:256] + i) for i in range(8)}
     run.publish(1, made)
     run.publish(2, {**made, "w3": tensor("F32", W[:256] * 2)})
@@ -73,9 +71,8 @@ def test_only_objects_that_differ_are_read(store: MemoryStore, monkeypatch: pyte
     assert found.bytes_shared == 7 * found.bytes_left
 
 
-def test_equal_pieces_of_a_large_tensor_are_not_read(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1024)
-    run = Publisher(store)
+def test_equal_pieces_of_a_large_tensor_are_not_read(store: MemoryStore) -> None:
+    run = Publisher(store, shard_bytes=1024)
     run.publish(1, {"w": tensor("F32", W)})
     changed = W.copy()
     changed[700] += 3
@@ -85,13 +82,11 @@ def test_equal_pieces_of_a_large_tensor_are_not_read(store: MemoryStore, monkeyp
     assert found.bytes_read == found.bytes_left + found.bytes_right < 3 * 1024 < found.bytes_shared
 
 
-def test_tensors_that_were_cut_at_other_places_are_compared_whole(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_tensors_that_were_cut_at_other_places_are_compared_whole(store: MemoryStore) -> None:
     run, changed = Publisher(store), W.copy()
     changed[[0, 999]] += 1
     for step, (cut, values) in enumerate([(2048, W), (3000, W), (3000, changed), (512, changed)]):
-        monkeypatch.setattr(checkpoint, "SHARD_BYTES", cut)
+        run.shard_bytes = cut
         run.publish(step, {"w": tensor("F32", values)})
     assert difference(store, 0, 1).equal
     assert difference(store, 2, 3).equal

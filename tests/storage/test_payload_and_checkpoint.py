@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 import safetensors
 
-from storage import checkpoint, payload
+from storage import payload
 from storage.buffers import NamedBuffer, buffers_digest, from_safetensors, to_safetensors
-from storage.checkpoint import Capture, check_objects, read_buffers, read_manifest, write_checkpoint
+from storage.capture import Capture, CaptureBuffers, capture_of
+from storage.checkpoint import Written, check_objects, read_buffers, read_manifest
 from storage.errors import ArtifactCorrupt, ReferenceInvalid, RestoreRefused, SchemaUnsupported
+from storage.filesystem import Store
+from storage.layout import SHARD_BYTES
 from storage.ledger import Block
 from storage.memory import MemoryStore
 from storage.payload import TurnRow, VersionSpan, decode_block, encode_block
+from storage.publisher import Newest, ThreadPublisher
 from storage.reader import PayloadReader
 from storage.restore import RestorePlan, load_base
 from storage.runs import RunPaths
@@ -86,8 +90,12 @@ def buffers(seed: int = 0, sizes: tuple[int, ...] = (3, 1000, 70)) -> dict[str, 
     }
 
 
-def capture(step: int, made: dict[str, NamedBuffer]) -> Capture:
-    return Capture(step, buffers_digest(made, "{}"), "w", "{}", made)
+def capture(step: int, made: dict[str, NamedBuffer], shard_bytes: int = SHARD_BYTES) -> Capture:
+    return capture_of(step, buffers_digest(made, "{}"), "w", "{}", made, buffers=CaptureBuffers(shard_bytes))
+
+
+def publish(store: Store, captured: Capture, newest: Newest | None = None) -> Written:
+    return ThreadPublisher(store).publish("r", 1, captured, newest)
 
 
 def test_the_layout_is_what_the_safetensors_library_reads() -> None:
@@ -100,50 +108,47 @@ def test_the_layout_is_what_the_safetensors_library_reads() -> None:
     assert all((back[name].data == made[name].data).all() for name in made)
 
 
-def test_checkpoints_read_back_and_cut_large_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1024)
+def test_checkpoints_read_back_and_cut_large_tensors() -> None:
     store, made = MemoryStore(), buffers()
-    written = write_checkpoint(store, "r", 1, capture(5, made))
+    written = publish(store, capture(5, made, 1024))
     manifest = read_manifest(store, "r", written.name, written.digest)
     assert len(manifest.objects) > 3
-    assert len(manifest.tensors["w1"].parts) == 4
+    assert {name: len(cut.keys) for name, cut in manifest.cut.items()} == {"w1": 4}
     back = read_buffers(store, "r", manifest)
+    assert back.keys() == made.keys()
     assert buffers_digest(back, manifest.meta) == manifest.state_digest
     check_objects(store, "r", manifest)
 
 
-def test_unchanged_shards_are_not_written_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checkpoint, "SHARD_BYTES", 1024)
+def test_unchanged_shards_are_not_written_again() -> None:
     store, made = MemoryStore(), buffers(sizes=(250, 250, 250, 250))
-    first = write_checkpoint(store, "r", 1, capture(1, made))
-    known = read_manifest(store, "r", first.name, first.digest).objects
-    changed = {**made, "w2": buffers(9)["w1"]}
-    changed["w2"] = NamedBuffer("F32", (250,), changed["w2"].data[:1000])
-    second = write_checkpoint(store, "r", 1, capture(2, changed), known)
+    first = publish(store, capture(1, made, 1024))
+    changed = {**made, "w2": buffers(9, (1, 1, 250))["w2"]}
+    second = publish(store, capture(2, changed, 1024), Newest(first.name, first.digest))
     assert second.size == first.size
     assert second.written < first.written / 2
 
 
 def test_writing_a_checkpoint_again_is_harmless() -> None:
     store = MemoryStore()
-    first = write_checkpoint(store, "r", 1, capture(1, buffers()))
-    again = write_checkpoint(store, "r", 1, capture(1, buffers()))
+    first = publish(store, capture(1, buffers()))
+    again = publish(store, capture(1, buffers()))
     assert (again.digest, again.written) == (first.digest, 0)
 
 
 def test_an_object_with_other_content_under_its_name_is_never_referenced() -> None:
     store = MemoryStore()
-    write_checkpoint(store, "r", 1, capture(1, buffers()))
+    publish(store, capture(1, buffers()))
     key = store.list("runs/r/objects")[0]
     store._objects[key] = b"altered"
     with pytest.raises(ArtifactCorrupt, match="other content"):
-        write_checkpoint(store, "r", 1, capture(1, buffers()))
+        publish(store, capture(1, buffers()))
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest", "other_run", "schema"])
 def test_damage_is_named_before_anything_is_returned(damage: str) -> None:
     store = MemoryStore()
-    written = write_checkpoint(store, "r", 1, capture(1, buffers()))
+    written = publish(store, capture(1, buffers()))
     key = store.list("runs/r/objects")[0]
     manifest_key = RunPaths("r").manifest(written.name)
     run, digest, expected = "r", written.digest, ArtifactCorrupt
@@ -168,7 +173,7 @@ def test_damage_is_named_before_anything_is_returned(damage: str) -> None:
 def plan_of(store: MemoryStore, steps: list[int], genesis: bool) -> RestorePlan:
     records = []
     for step in steps:
-        written = write_checkpoint(store, "r", 1, capture(step, buffers(step)))
+        written = publish(store, capture(step, buffers(step)))
         records.append(CheckpointPublished(step, step, written.name, written.digest, written.size, written.written))
     return RestorePlan("r", max(steps), "", tuple(reversed(records)), genesis, {}, {})
 

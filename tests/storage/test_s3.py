@@ -30,6 +30,7 @@ from storage.s3_connection import S3Limits
 from storage.s3_location import parse_s3
 from tests import servers
 from tests.faults.proxy import Fault, Proxy, proxied
+from tests.processes import wait_for
 from tests.storage.contract import StoreContract
 
 LIMITS = S3Limits(deadline_s=60.0, request_s=60.0, connect_s=20.0)
@@ -171,7 +172,7 @@ def test_a_delayed_first_attempt_that_lands_after_the_writer_gave_up_is_found_by
     proxy.clear()
     assert direct.size("a") is None
     proxy.land()
-    servers.wait_for(lambda: direct.size("a") is not None)
+    wait_for(lambda: direct.size("a") is not None)
     with pytest.raises(ObjectExists):
         store.create("a", b"mine")
     assert direct.read("a") == b"mine"

@@ -11,8 +11,9 @@ from gpu.rollout.messages import Grant, Wait
 from storage import schema
 from storage.archivist import Archivist
 from storage.buffers import NamedBuffer, buffers_digest
-from storage.checkpoint import Capture, write_checkpoint
+from storage.capture import capture_of
 from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
+from storage.publisher import ThreadPublisher
 from tests.rollout.building import RUN
 from tests.rollout.machine.world import TALLY, Held, World
 
@@ -149,8 +150,8 @@ class Driver(World):
         else:
             self.control.prepare_checkpoint(hold, epoch)
             _, state, weights = self.oracle.states[step]
-            capture = Capture(step, state, weights, "{}", self.buffers[state])
-            written = write_checkpoint(self.bench.store, RUN, self.oracle.incarnation, capture)
+            capture = capture_of(step, state, weights, "{}", self.buffers[state])
+            written = ThreadPublisher(self.bench.store).publish(RUN, self.oracle.incarnation, capture, None)
             self.control.publish_checkpoint(step, *written)
             self.follow()
             with self.unchanged("repeated checkpoint"):
