@@ -3,8 +3,7 @@ promises."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+import logging
 
 from gpu.environments.registry import recipe_fingerprint
 from gpu.rollout.manager import RolloutManager, open_manager
@@ -14,7 +13,19 @@ from storage.errors import ResourceUnavailable, RunExists, UnknownRun
 from storage.filesystem import Store
 from storage.ledger import Recipe
 from storage.opening import open_store, probe, reach
-from storage.runs import RunInfo, RunPaths, check_fingerprints, check_name, create_run, make_run, open_run
+from storage.runs import (
+    RunInfo,
+    RunPaths,
+    check_fingerprints,
+    check_name,
+    create_run,
+    make_run,
+    open_run,
+    setting_changes,
+)
+from storage.schema import ConfigChanged
+
+log = logging.getLogger(__name__)
 
 
 def preflight(spec: RunSpec) -> RunInfo | None:
@@ -67,31 +78,12 @@ def _checked(info: RunInfo, spec: RunSpec) -> RunInfo:
     return info
 
 
-def changed_settings(info: RunInfo, settings: Mapping[str, Any]) -> dict[str, str]:
-    """Settings that differ from those the run was started with, as "old -> new"."""
-    old, new = _flat(info.settings), _flat(settings)
-    return {
-        name: f"{old.get(name)} -> {new.get(name)}"
-        for name in sorted(old.keys() | new.keys())
-        if old.get(name) != new.get(name)
-    }
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        if isinstance(value, Mapping):
-            found |= _flat(value, f"{prefix}{name}.")
-        else:
-            found[prefix + name] = value
-    return found
-
-
 def claim_manager(store: Store, spec: RunSpec, clock: Clock, owner: str, reason: str) -> RolloutManager:
-    """A new incarnation of the run. Blocks on storage."""
+    """A new incarnation of the run; settings that differ from those in force are its first record. Blocks on
+    storage."""
     info = prepare_run(store, spec, clock)
     environment = spec.source.environment_of()
-    return open_manager(
+    manager = open_manager(
         store,
         info,
         spec.limits,
@@ -105,3 +97,9 @@ def claim_manager(store: Store, spec: RunSpec, clock: Clock, owner: str, reason:
         recipe=Recipe(environment.recovery or spec.recovery, recipe_fingerprint(environment)),
         suites=[suite.suite() for suite in spec.evaluation.suites],
     )
+    ledger = manager.control.ledger
+    changes = setting_changes(info, ledger.settings, spec.settings)
+    if changes and not ledger.finished:
+        manager.control.books.record(ConfigChanged(changes))
+        log.info("op=claim run=%s settings=%s", spec.run, changes)
+    return manager

@@ -23,12 +23,11 @@ from storage.errors import ArtifactCorrupt, ObjectMissing, UnknownCheckpoint
 from storage.filesystem import Store
 from storage.journal import read_journal, rows_of
 from storage.numbers import Numbers, Tally
-from storage.runs import RunInfo, RunPaths, open_run
+from storage.runs import ABSENT, RunInfo, RunPaths, changed_to, flat, open_run
 
 _KEPT_OBJECTS = 2
 _PLACES = ("run", "storage.url")
 """Settings that say where a run lies, not what it is."""
-_ABSENT = "absent"
 _Bytes = npt.NDArray[np.uint8]
 
 
@@ -227,15 +226,15 @@ def _bytes(manifest: Manifest, wanted: Callable[[str], bool]) -> int:
 
 def _fields(info: RunInfo, changes: list[dict[str, str]], meta: str) -> dict[str, object]:
     """Settings are compared as texts, because that is how the journal records their changes ("old -> new")."""
-    settings = {name: str(value) for name, value in _flat(info.settings)}
+    settings = {name: str(value) for name, value in flat(info.settings)}
     for change in changes:
-        settings |= {name: text.rpartition(" -> ")[2] for name, text in change.items()}
+        settings |= {name: changed_to(text) for name, text in change.items()}
     return {
         "num_siblings": info.num_siblings,
         "staleness": info.staleness,
         **{f"fingerprints.{name}": value for name, value in info.fingerprints.items()},
         **{f"settings.{name}": value for name, value in settings.items() if name not in _PLACES},
-        **{f"meta.{name}" if name else "meta": value for name, value in _flat(_parsed(meta))},
+        **{f"meta.{name}" if name else "meta": value for name, value in flat(_parsed(meta))},
     }
 
 
@@ -246,16 +245,6 @@ def _parsed(meta: str) -> Any:
         return meta
 
 
-def _flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of everything in nested mappings that is not one."""
-    if not isinstance(value, Mapping):
-        yield name, value
-        return
-    entries: Mapping[str, Any] = value  # pyright: ignore[reportUnknownVariableType]
-    for key, inner in entries.items():
-        yield from _flat(inner, f"{name}.{key}" if name else key)
-
-
 def _pairs(left: Mapping[str, object], right: Mapping[str, object]) -> Iterator[tuple[str, tuple[object, object]]]:
     for name in sorted(left.keys() | right.keys()):
-        yield name, (left.get(name, _ABSENT), right.get(name, _ABSENT))
+        yield name, (left.get(name, ABSENT), right.get(name, ABSENT))

@@ -219,6 +219,8 @@ class Ledger:
     """Evaluations (suite, step) without a result yet."""
     evaluated: set[tuple[str, int]] = field(default_factory=lambda: set())
     """Evaluations (suite, step) that have their result."""
+    settings: dict[str, str] = field(default_factory=lambda: {})
+    """Those that were changed since the run began, by dotted name."""
     snapshot: schema.LedgerSnapshot | None = None
     """The newest one that was recorded."""
     finished: str = ""

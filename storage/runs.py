@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from typing import Any
 
 import msgspec
 
@@ -62,6 +63,37 @@ def make_run(
     """A `RunInfo` of this program's schema. Raises `ConfigurationRefused` for a name that is not a plain word."""
     check_name(run)
     return RunInfo(SCHEMA, FIELD_HASH, run, created, num_siblings, staleness, fingerprints, settings)
+
+
+def flat(value: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in nested mappings that is not one."""
+    if not isinstance(value, Mapping):
+        yield name, value
+        return
+    entries: Mapping[str, Any] = value  # pyright: ignore[reportUnknownVariableType]
+    for key, inner in entries.items():
+        yield from flat(inner, f"{name}.{key}" if name else key)
+
+
+ABSENT = "absent"
+
+
+def setting_changes(info: RunInfo, since: Mapping[str, str], settings: Mapping[str, object]) -> dict[str, str]:
+    """What differs between the settings in force and those of a new incarnation, by dotted name, as "old -> new". In
+    force is what the run began with, and what the journal says was changed `since` (`Ledger.settings`)."""
+    old = {name: str(value) for name, value in flat(info.settings)} | dict(since)
+    stored = msgspec.json.decode(msgspec.json.encode(settings))  # as run.json has them
+    new = {name: str(value) for name, value in flat(stored)}
+    return {
+        name: f"{old.get(name, ABSENT)} -> {new.get(name, ABSENT)}"
+        for name in sorted(old.keys() | new.keys())
+        if old.get(name, ABSENT) != new.get(name, ABSENT)
+    }
+
+
+def changed_to(text: str) -> str:
+    """The new value in "old -> new"."""
+    return text.rpartition(" -> ")[2]
 
 
 class RunPaths:

@@ -64,6 +64,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     initial_weights: str
     due: list[tuple[str, int]]
     evaluated: list[tuple[str, int]]
+    settings: dict[str, str]
     snapshot: schema.LedgerSnapshot | None
     finished: str
     counts: dict[str, int]
@@ -110,7 +111,8 @@ def ledger_rows(ledger: Ledger) -> list[SnapshotRow]:
         ledger.num_siblings, ledger.incarnation, ledger.recipe, ledger.frontier, list(ledger.completed),
         ledger.consumed.intervals(), ledger.discarded.intervals(), ledger.lease, ledger.next_lease, ledger.step,
         ledger.state_digest, ledger.weights_digest, ledger.checkpoints, ledger.policy, ledger.initial_weights,
-        list(ledger.due), sorted(ledger.evaluated), ledger.snapshot, ledger.finished, +ledger.counts, ledger.next_seq,
+        list(ledger.due), sorted(ledger.evaluated), ledger.settings, ledger.snapshot, ledger.finished, +ledger.counts,
+        ledger.next_seq,
     )  # fmt: skip
     return [
         SnapshotRow("head", 0, "", _encode(head)),
@@ -199,7 +201,8 @@ def rebuild(rows: list[SnapshotRow]) -> Ledger:
     head, tables = _tables(rows)
     ledger = Ledger(head.num_siblings)
     for name in ("incarnation", "recipe", "frontier", "lease", "next_lease", "step", "state_digest", "weights_digest",
-                 "checkpoints", "policy", "initial_weights", "snapshot", "finished", "next_seq"):  # fmt: skip
+                 "checkpoints", "policy", "initial_weights", "settings", "snapshot", "finished",
+                 "next_seq"):  # fmt: skip
         setattr(ledger, name, getattr(head, name))
     ledger.groups, ledger.steps, ledger.quarantined = tables["group"], tables["step"], tables["quarantined"]
     ledger.blocks, ledger.completed = tables["block"], dict.fromkeys(head.completed)

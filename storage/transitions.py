@@ -27,6 +27,7 @@ from storage.ledger import (
     make_lease,
 )
 from storage.rollout_transitions import end_attempt, illegal
+from storage.runs import changed_to
 from storage.schema import Record
 
 RECOVERIES = ("sibling", "prompt_group")
@@ -189,7 +190,7 @@ def _ledger_snapshot(ledger: Ledger, seq: int, record: schema.LedgerSnapshot) ->
 
 
 def _config_changed(ledger: Ledger, seq: int, record: schema.ConfigChanged) -> None:
-    return None
+    ledger.settings |= {name: changed_to(text) for name, text in record.changes.items()}
 
 
 def _run_finished(ledger: Ledger, seq: int, record: schema.RunFinished) -> None:

@@ -40,7 +40,7 @@ from storage.journal import JournalWriter, claim
 from storage.ledger import UNDECLARED, Ledger, Policy, Recipe
 from storage.restore import RestorePlan, plan_restore
 from storage.runs import RunInfo
-from storage.schema import CheckpointPublished, ConfigChanged
+from storage.schema import CheckpointPublished
 
 
 @dataclass(frozen=True, slots=True)
@@ -326,12 +326,6 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
     async def newest_checkpoint(self, caller: Caller) -> CheckpointPublished | None:
         self.callers.check(caller)
         return self.control.ledger.checkpoints[-1] if self.control.ledger.checkpoints else None
-
-    async def change_config(self, caller: Caller, changes: dict[str, str]) -> None:
-        """Record settings that differ from those of the incarnation before."""
-        self.callers.check(caller)
-        self.control.books.record(ConfigChanged(changes))
-        self.committer.appended()
 
     async def finish(self, caller: Caller, reason: str) -> None:
         """Settle what is left, close for good. May be repeated."""
