@@ -67,7 +67,9 @@ def play_seeds(size: str, seeds: range) -> Part:
     totals: Counter[str] = Counter()
     failures: list[Failure] = []
     began = time.process_time()
-    logging.getLogger("storage.journal").setLevel(logging.CRITICAL)  # of damaged snapshots that are damaged on purpose
+    log = logging.getLogger("storage.journal")
+    level = log.level
+    log.setLevel(logging.CRITICAL)  # snapshots are damaged on purpose
     gc.disable()  # a tenth of a world's time; what it would find is collected after each part
     for seed in seeds:
         try:
@@ -75,6 +77,7 @@ def play_seeds(size: str, seeds: range) -> Part:
         except Exception:  # noqa: BLE001
             failures.append(Failure(seed, size, traceback.format_exc()))
     gc.enable()
+    log.setLevel(level)
     gc.collect()
     return Part(len(seeds), time.process_time() - began, totals, failures)
 
