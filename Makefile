@@ -60,6 +60,7 @@ faults: $(VENV)/.installed
 
 bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/rollout.py --json
+	$(BIN)/python benchmarks/storage.py --json
 	$(BIN)/python benchmarks/checkpoints.py --json
 	$(BIN)/python benchmarks/async_gain.py
 
