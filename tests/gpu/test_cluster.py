@@ -18,7 +18,9 @@ from gpu.actors import Remote, find_actor, start_actor
 from gpu.cluster import ManagerActor, RayCluster, check_resources, processes_of
 from gpu.spec import RunSpec
 from storage.errors import ActorLost, ResourceUnavailable, RunFenced
+from storage.journal import read_journal, rows_of
 from storage.local import LocalStore
+from storage.schema import LedgerSnapshot, RunClaimed
 from storage.verify import verify
 from tasks.run import Resumed
 from tests import servers
@@ -37,7 +39,7 @@ def cluster() -> Iterator[None]:
 def spec_of(folder: Path, **changes: dict[str, object]) -> RunSpec:
     changes.setdefault("generation", {})
     changes["generation"] = {"engines": 1, "workers": 1, "cpus": 0.25, **changes["generation"]}
-    changes["storage"] = {"url": str(folder), "flush_interval": 0.05}
+    changes["storage"] = {"url": str(folder), "flush_interval": 0.05, **changes.get("storage", {})}
     changes["cluster"] = {"namespace": NAMESPACE, "restart_pause": 0.1, **changes.get("cluster", {})}
     return small(**changes).spec(RUN)
 
@@ -49,9 +51,10 @@ async def kill(spec: RunSpec, kind: str) -> None:
 
 
 async def test_a_run_on_ray_survives_the_death_of_each_of_its_processes(tmp_path: Path) -> None:
-    """Engine and worker are replaced beside the driver; manager and trainer fail its attempt, and the next resumes."""
+    """Engine and worker are replaced beside the driver; manager and trainer fail its attempt, and the next resumes. The
+    archivist ends with its manager, and the next one has its own."""
     spec = spec_of(
-        tmp_path, generation={"gpus": 0.5}, training={"gpus": 0.25},
+        tmp_path, generation={"gpus": 0.5}, training={"gpus": 0.25}, storage={"snapshot_every": 8},
         environment={"name": "reverse", "options": {"letters": 3}, "epochs": 1},
     )  # fmt: skip
     check_resources(spec)
@@ -83,6 +86,10 @@ async def test_a_run_on_ray_survives_the_death_of_each_of_its_processes(tmp_path
     assert report.sound, report.problems
     assert (report.handed_out, report.consumed, report.unsettled) == (64, 64, 0)
     assert report.finished == "source exhausted"
+    rows = list(rows_of(read_journal(LocalStore(tmp_path), RUN)))
+    _, second, *_ = [row.seq for row in rows if isinstance(row.record, RunClaimed)]
+    snapshots = [row.seq for row in rows if isinstance(row.record, LedgerSnapshot)]
+    assert min(snapshots) < second < max(snapshots), "of the first incarnation, and of a later one"
 
     # The run is over: another attempt finds that out, and closing leaves no process behind.
     await attempt(spec, RayCluster(spec), resumed.append, stepped)
