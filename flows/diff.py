@@ -15,6 +15,7 @@ from flows.config import RunConfig
 from flows.live import open_reached
 from storage.difference import Checkpoint, Difference, Published, TensorDifference, compare
 from storage.errors import UnknownCheckpoint
+from storage.numbers import Numbers
 
 SHOWN = 40
 
@@ -109,20 +110,25 @@ def _fields_table(found: Difference) -> Table:
 
 
 def _tensors_table(tensors: list[TensorDifference]) -> Table:
-    """New, gone and reshaped ones first, then those that changed most."""
-    table = Table("tensor", "what", "form", title="tensors", title_justify="left")
-    table.columns[0].overflow = "fold"
-    for title in ("changed", "max abs", "max rel", "L2", "not finite"):
-        table.add_column(title, justify="right")
-    for one in sorted(tensors, key=_weight)[:SHOWN]:
+    """New, gone and reshaped ones first, then those that changed most. Columns that would say nothing are left out."""
+    shown = sorted(tensors, key=_weight)[:SHOWN]
+    formed = any(one.numbers is None for one in shown)
+    endless = any(one.numbers is not None and one.numbers.not_finite for one in shown)
+    table = Table("tensor", "what", *(["form"] if formed else []), title="tensors", title_justify="left")
+    table.columns[0].overflow, table.columns[0].ratio = "fold", 1
+    for title in ("changed", "max abs", "max rel", "L2", *(["not finite"] if endless else [])):
+        table.add_column(title, justify="right", no_wrap=True)
+    for one in shown:
         form = f"{one.left} -> {one.right}" if one.kind == "form" else one.left or one.right
-        numbers = one.numbers
-        values = [] if numbers is None else [
-            f"{numbers.share:.2%}", _short(numbers.max_abs), _short(numbers.max_rel), _short(numbers.l2),
-            _short(numbers.not_finite),
-        ]  # fmt: skip
-        table.add_row(one.name, one.kind, form, *values)
+        table.add_row(one.name, one.kind, *([form] if formed else []), *_values(one.numbers, endless))
     return table
+
+
+def _values(numbers: Numbers | None, endless: bool) -> list[str]:
+    if numbers is None:
+        return []
+    shown = [f"{numbers.share:.2%}", _short(numbers.max_abs), _short(numbers.max_rel), _short(numbers.l2)]
+    return [*shown, _short(numbers.not_finite)] if endless else shown
 
 
 def _weight(one: TensorDifference) -> tuple[bool, float]:
