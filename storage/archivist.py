@@ -1,17 +1,21 @@
 """Whoever writes ledger snapshots: it follows the journal by itself, so the writer spends nothing on them.
 
-It folds what is durable with the transitions that ran live and only ever creates objects named by their content: two
-archivists, or one that slept, do no harm. A snapshot counts once the writer has recorded it.
+It folds what is durable with the transitions that ran live, creates objects named by their content, and deletes only
+what newer recorded snapshots have replaced: two archivists, or one that slept, do no harm. A snapshot counts once the
+writer has recorded it.
 """
 
 from __future__ import annotations
 
+from itertools import islice
+
 from storage.errors import ArtifactCorrupt, SlotsRetired
 from storage.filesystem import Store
-from storage.journal import Tail, after, fold_segment, read_journal, restore_point
+from storage.journal import Tail, after, fold_segment, read_journal, recorded_snapshots, restore_point
 from storage.ledger import Ledger
+from storage.runs import RunPaths
 from storage.schema import LedgerSnapshot
-from storage.snapshot import write_snapshot
+from storage.snapshot import KEPT, write_snapshot
 
 
 class Archivist:
@@ -33,7 +37,14 @@ class Archivist:
             ledger, tail = self._follow(*restore_point(self._store, self._run, self._num_siblings, slot), slot)
         written = write_snapshot(self._store, self._run, ledger, tail.slot, tail.digest)
         self._at = ledger, tail
+        self._delete_old(slot)
         return written
+
+    def _delete_old(self, slot: int) -> None:
+        """Those that `KEPT` newer ones, recorded before `slot`, have made superfluous; two at a time, so that one whose
+        deletion failed gets another."""
+        old = islice(recorded_snapshots(self._store, self._run, slot), KEPT, KEPT + 2)
+        self._store.delete([RunPaths(self._run).snapshot(record.slot, record.digest) for record in old])
 
     def _follow(self, ledger: Ledger, tail: Tail, slot: int) -> tuple[Ledger, Tail]:
         if tail.slot == slot:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import NamedTuple
 
 from storage import schema
@@ -22,7 +23,7 @@ from storage.low import check_not_retired, read_low
 from storage.runs import RunPaths
 from storage.schema import Record
 from storage.segment import GENESIS, Row, Segment, decode_segment, encode_segment, make_header
-from storage.snapshot import read_snapshot
+from storage.snapshot import KEPT, read_snapshot
 from storage.transitions import apply
 
 log = logging.getLogger(__name__)
@@ -156,6 +157,11 @@ def recorded_snapshots(store: Store, run: str, end: int | None = None) -> Iterat
     while segment is not None and (record := segment.header.snapshot) is not None:
         yield record
         segment = read_segment(store, run, record.slot - 1)
+
+
+def kept_snapshots(store: Store, run: str) -> list[schema.LedgerSnapshot]:
+    """The recorded ledger snapshots that nobody deletes, newest first."""
+    return list(islice(recorded_snapshots(store, run), KEPT))
 
 
 def restore_point(store: Store, run: str, num_siblings: int, end: int | None = None) -> tuple[Ledger, Tail]:

@@ -40,6 +40,9 @@ from storage.ledger import (
 from storage.runs import RunPaths
 
 FORMAT = "tidegate-ledger"
+KEPT = 3
+"""Recorded snapshots that stay: one to begin with, and two for when it is damaged. A snapshot costs what is unsettled,
+so without a bound their sum would outgrow everything else."""
 T = TypeVar("T")
 
 

@@ -16,6 +16,7 @@ from storage import schema
 from storage.buffers import buffers_digest
 from storage.checkpoint import read_buffers, read_manifest
 from storage.errors import (
+    ArtifactCorrupt,
     LineageInvalid,
     ReferenceInvalid,
     StalenessExceeded,
@@ -24,7 +25,7 @@ from storage.errors import (
     TidegateError,
 )
 from storage.filesystem import Store
-from storage.journal import fold_segment, read_journal, recorded_snapshots
+from storage.journal import fold_segment, kept_snapshots, read_journal, recorded_snapshots
 from storage.ledger import Block, Lease, Ledger, TrainedGroup
 from storage.payload import TurnRow, decode_block
 from storage.reader import PayloadReader
@@ -93,7 +94,8 @@ class Auditor:
         self._unread: dict[str, schema.PayloadStored] = {}
         """Payload files that no trained or unsettled group has led to yet."""
         self.snapshots: dict[int, schema.LedgerSnapshot] = {}
-        """By slot: those that the ledger must equal."""
+        """By slot: those that the ledger must equal, if they are there."""
+        self.snapshots_proven = 0
 
     def count(self, segment: Segment) -> None:
         """Count trained groups and evaluations from the raw records, whatever the ledger thinks of them."""
@@ -137,13 +139,22 @@ class Auditor:
     def _check_snapshot(self, slot: int) -> None:
         """A snapshot says what the records before it say."""
         record = self.snapshots.get(slot)
-        if record is not None and read_rows(self._store, self._info.run, record) != ledger_rows(self.ledger):
+        if record is None:
+            return
+        try:
+            found = read_rows(self._store, self._info.run, record)
+        except ArtifactCorrupt as error:
+            if error.code == "missing" and record not in kept_snapshots(self._store, self._info.run):
+                return  # newer ones have replaced it
+            raise
+        if found != ledger_rows(self.ledger):
             raise ReferenceInvalid(
                 f"the ledger snapshot of slot {slot} differs from the records before it",
                 expected="the ledger that they add up to",
                 action="the snapshot was altered; delete it, and a restore takes an older one",
                 code="conflict",
             )
+        self.snapshots_proven += 1
 
     def _before(self, row: Row) -> None:
         record = row.record
@@ -233,7 +244,6 @@ def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: Non
     sound = True
     try:
         auditor.snapshots = {record.slot: record for record in recorded_snapshots(store, run)}
-        report.snapshots = len(auditor.snapshots)
         for segment in read_journal(store, run):
             auditor.count(segment)
             report.segments += 1
@@ -308,6 +318,7 @@ def _fill(report: Report, auditor: Auditor) -> None:
     )
     report.steps_redone, report.steps_diverged = counts["step_redone"], counts["steps_diverged"]
     report.checkpoints = counts["checkpoint_published"]
+    report.snapshots = auditor.snapshots_proven
     again = [key for key, times in auditor.evaluated.items() if times > 1]
     if again:
         report.problems.append(f"[evaluated_twice] {len(again)} evaluations have several results, e.g. {again[0]}")

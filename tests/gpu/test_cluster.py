@@ -25,6 +25,7 @@ from storage.verify import verify
 from tasks.run import Resumed
 from tests import servers
 from tests.faults.house import RUN, attempt, small, until
+from tests.processes import wait_for
 
 NAMESPACE = "test-cluster"
 
@@ -48,6 +49,12 @@ async def kill(spec: RunSpec, kind: str) -> None:
     """SIGKILL the process of a kind that lives now."""
     name = next(name for name in processes_of(spec) if name.split("-")[0] == kind)
     os.kill(await find_actor(spec.namespace, spec.run, name).pid.remote(), signal.SIGKILL)
+
+
+def archivists() -> list[int]:
+    """Process ids of archivists, which have no name in Ray."""
+    found = Path("/proc").glob("[0-9]*/cmdline")
+    return [int(one.parent.name) for one in found if one.read_bytes().startswith(b"ray::ArchivistActor")]
 
 
 async def test_a_run_on_ray_survives_the_death_of_each_of_its_processes(tmp_path: Path) -> None:
@@ -99,6 +106,7 @@ async def test_a_run_on_ray_survives_the_death_of_each_of_its_processes(tmp_path
             break
         await asyncio.sleep(0.1)
     assert processes_of(spec) == []
+    await asyncio.to_thread(wait_for, lambda: not archivists())
     with pytest.raises(ActorLost):
         await Remote("manager", find_actor(NAMESPACE, RUN, "manager")).status()
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 
 from storage import schema, snapshot
+from storage import verify as verifying
 from storage.archivist import Archivist
 from storage.clock import VirtualClock
 from storage.errors import ArtifactCorrupt, LedgerInvalid, SchemaUnsupported, SlotsRetired
@@ -31,7 +32,7 @@ from storage.ledger import Ledger
 from storage.low import retire_slots
 from storage.memory import MemoryStore
 from storage.runs import RunPaths, create_run, make_run
-from storage.segment import Row
+from storage.segment import Row, Segment
 from storage.snapshot import ledger_rows, rebuild
 from storage.transitions import apply
 from storage.verify import verify
@@ -277,6 +278,36 @@ def test_rows_that_are_no_ledger_are_refused() -> None:
 
 
 # ---------------------------------------------------------------------- archivists
+
+
+def test_only_the_newest_snapshots_are_kept_however_old_the_run() -> None:
+    journal = written(9)
+    journal.archive()
+    journal.go_on(1)
+    recorded = list(recorded_snapshots(journal.store, RUN))
+    there = set(journal.store.list(RunPaths(RUN).ledger))
+    assert len(recorded) == 10
+    assert there == {key_of(record) for record in recorded[: snapshot.KEPT + 1]}, "one more until the next is written"
+    report = verify(journal.store, RUN)
+    assert (report.problems, report.snapshots) == ([], snapshot.KEPT + 1)
+    assert ledger_rows(fold(journal.store, RUN, 1)[0]) == ledger_rows(journal.ledger)
+
+
+def test_a_snapshot_that_newer_ones_replace_while_verify_reads_is_no_problem(monkeypatch: pytest.MonkeyPatch) -> None:
+    journal = written(3)
+    whole = verifying.read_journal
+
+    def read(store: MemoryStore, run: str) -> Iterator[Segment]:
+        """The run goes on as soon as the audit has begun."""
+        for _ in range(4):
+            journal.archive()
+            journal.go_on(1)
+        yield from whole(store, run)
+
+    monkeypatch.setattr(verifying, "read_journal", read)
+    report = verify(journal.store, RUN)
+    assert report.sound, report.problems
+    assert len(journal.store.list(RunPaths(RUN).ledger)) == snapshot.KEPT + 1
 
 
 def test_an_archivist_that_slept_while_slots_were_retired_goes_on_from_the_newest_snapshot() -> None:
