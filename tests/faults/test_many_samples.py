@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 import time
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,15 +26,38 @@ dies, which needs its weights."""
 EXACT = ("reward_mean", "loss", "grad_norm", "trained_groups", "trained_tokens", "tokens_mean", "samples")
 
 
+class Moment:
+    """Generation stands still from the first second sample after step `step` on, while there is such a step: the moment
+    cannot pass unseen, however slow the machine."""
+
+    def __init__(self) -> None:
+        self.house: House | None = None
+        self.step: int | None = None
+
+    def still(self, requests: Collection[str]) -> bool:
+        return self.reached() and any(name.endswith(".3") for name in requests)
+
+    def reached(self) -> bool:
+        if self.house is None or self.step is None or not self.house.cluster.kinds("manager"):
+            return False
+        return self.house.manager().control.ledger.step >= self.step
+
+
 class Unhurried(FakeEngine):
     """Takes a moment for each token, so that turns lie apart."""
 
+    def __init__(self, moment: Moment, **options: object) -> None:
+        super().__init__(slots=16, **options)  # type: ignore[arg-type]
+        self._moment = moment
+
     def step(self) -> list[Generated]:
         time.sleep(0.01)
+        while self._moment.still(list(self._requests)):
+            time.sleep(0.001)
         return super().step()
 
 
-def house_of(folder: Path, environment: dict[str, object], **rollout: object) -> House:
+def house_of(folder: Path, environment: dict[str, object], moment: Moment | None = None, **rollout: object) -> House:
     """On-policy, so that arrival order does not matter; the tokens depend on the rollout and the turn alone."""
     config = small(
         environment=environment,
@@ -41,8 +65,10 @@ def house_of(folder: Path, environment: dict[str, object], **rollout: object) ->
         generation={"workers": 1, "engines": 1},
         storage={"flush_interval": 0.002},
     )
+    moment = moment or Moment()
     engine = {"tokens": 99, "vocabulary": 6, "by_rollout": True}
-    return House(folder, config, engine=lambda spec: EngineServer(Unhurried(slots=16, **engine), Cached.KEEP))  # type: ignore[arg-type]
+    moment.house = House(folder, config, engine=lambda spec: EngineServer(Unhurried(moment, **engine), Cached.KEEP))
+    return moment.house
 
 
 @dataclass(frozen=True)
@@ -86,14 +112,16 @@ async def test_kills_in_the_middle_of_a_second_sample_change_nothing_of_what_a_r
     assert any(step["samples"] > n for step, n in zip(reference.metrics, slots, strict=True)), "several samples"
     assert len({step["samples"] for step in reference.metrics}) > 1, "and not all as many"
     assert len(set(reference.weights)) > 3, "the steps changed the weights"
-    house = house_of(tmp_path / "killed", GUESSING)
-    killed: list[str] = []
+    moment, killed = Moment(), list[str]()
+    house = house_of(tmp_path / "killed", GUESSING, moment)
 
     async def chaos(house: House) -> None:
         for step, victim in KILLS:
-            await until(lambda step=step: in_second_sample(house) and house.manager().control.ledger.step >= step)
+            moment.step = step
+            await until(lambda: moment.reached() and in_second_sample(house))
             assert house.kill(victim, random.Random(0))
             killed.append(victim)
+            moment.step = None
 
     await house.run(chaos)
     assert killed == [victim for _, victim in KILLS]
