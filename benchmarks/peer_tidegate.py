@@ -16,7 +16,8 @@ from benchmarks.peer_files import Plain
 from benchmarks.peer_rows import COLUMNS, EXECUTING, RESERVED, SEALED, SIBLINGS, Base, Change, Payload
 from storage import schema
 from storage.clock import SystemClock
-from storage.journal import JournalWriter, claim, fold, fold_segment, read_journal, store_frozen
+from storage.history import read_all
+from storage.journal import JournalWriter, claim, fold, fold_segment, store_frozen
 from storage.ledger import Ledger, RolloutState
 from storage.local import LocalStore
 from storage.payload import TurnRow, VersionSpan, encode_block
@@ -94,7 +95,7 @@ class Tidegate:
 
     def read(self) -> State:
         ledger, rows = Ledger(open_run(self._store, RUN).num_siblings), []
-        for segment in read_journal(self._store, RUN):
+        for segment in read_all(self._store, RUN):
             fold_segment(ledger, segment)
             rows += segment.rows
         reader = PayloadReader(self._store, RUN)

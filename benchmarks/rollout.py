@@ -39,7 +39,7 @@ from benchmarks.machine import machine
 from benchmarks.rollout_parts import RUN, NoopDriver, NoopWorker, make_limits, make_manager, resident_mb, stop
 from gpu.collector import collect_by_the_clock
 from gpu.rollout.limits import Submission
-from storage.journal import read_journal
+from storage.history import read_all
 from storage.local import LocalStore
 from storage.segment import encode_segment
 
@@ -75,7 +75,7 @@ def raw(source: Path, folder: Path) -> dict[str, float]:
     """Encode and store slots of that journal again, without any control around it."""
     store, other = LocalStore(source), LocalStore(folder)
     groups = cpu = size = rows = slots = 0
-    for segment in read_journal(store, RUN):
+    for segment in read_all(store, RUN):
         started = time.process_time_ns()
         data, _ = encode_segment(segment.header, segment.rows)
         other.create(f"{RUN}/{segment.header.slot:08d}", data)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from storage import schema
-from storage.journal import read_journal
+from storage.history import read_all
 from storage.opening import open_store
 from storage.verify import Report
 
@@ -13,7 +13,7 @@ from storage.verify import Report
 def minted_before_redo(storage: str, run: str) -> int:
     """Attempts minted after a claim and before the last step it redid: redone steps must generate nothing."""
     count = pending = 0
-    for segment in read_journal(open_store(storage), run):
+    for segment in read_all(open_store(storage), run):
         for row in segment.rows:
             if isinstance(row.record, schema.RunClaimed):
                 pending = 0
@@ -28,7 +28,7 @@ def live_at_deaths(storage: str, run: str) -> int:
     """Attempts that were live, as far as the journal knew, when an incarnation ended; counted from the raw records."""
     live: set[tuple[int, int]] = set()
     total = 0
-    for segment in read_journal(open_store(storage), run):
+    for segment in read_all(open_store(storage), run):
         for row in segment.rows:
             record = row.record
             if isinstance(record, schema.RunClaimed):

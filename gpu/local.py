@@ -18,9 +18,11 @@ from gpu.rollout.manager import RolloutManager
 from gpu.rollout.signal import seen
 from gpu.spec import RunSpec
 from gpu.training.host import TrainerHost
+from storage.archivist import Archivist
 from storage.clock import Clock
 from storage.errors import ActorLost, RunFenced
 from storage.filesystem import Store
+from storage.schema import LedgerSnapshot
 
 
 class Process:
@@ -68,6 +70,18 @@ class Process:
         return ActorLost(f"{self.name} is dead", expected="a living process", action="retry; it is started again")
 
 
+class LocalArchivist:
+    """Archives in a thread of this process."""
+
+    def __init__(self, store: Store, spec: RunSpec) -> None:
+        self._archivist = Archivist(store, spec.run, spec.limits.num_siblings)
+        self._one = asyncio.Lock()
+
+    async def snapshot(self, slot: int) -> LedgerSnapshot:
+        async with self._one:
+            return await asyncio.to_thread(self._archivist.snapshot, slot)
+
+
 class LocalCluster:
     """The processes of one run, by name. `engine` and `trainer` make those parts; tests pass deterministic ones."""
 
@@ -100,6 +114,7 @@ class LocalCluster:
         reason = "start" if found is None else "the manager died"
         manager = await asyncio.to_thread(claim_manager, self._store, self._spec, self._clock, owner, reason)
         process = self.processes["manager"] = Process("manager", manager)
+        manager.archive = self._archive
         manager.start()
         self.fleet = Fleet(manager, self, self._weights, self._spec.fleet)
         self.fleet.start()
@@ -116,6 +131,12 @@ class LocalCluster:
     async def stop_trainer(self) -> None:
         """End the trainer, which nobody has claimed."""
         await self.stop("trainer")
+
+    async def _archive(self, slot: int) -> LedgerSnapshot:
+        found = self.processes.get("archivist")
+        if found is None or found.dead:
+            found = self.processes["archivist"] = Process("archivist", LocalArchivist(self._store, self._spec))
+        return await found.snapshot(slot)
 
     async def _weights(self, digest: str) -> object:
         trainer, _ = await self.trainer()
@@ -148,7 +169,7 @@ class LocalCluster:
     # ------------------------------------------------------------------ death
 
     def kinds(self, kind: str) -> list[str]:
-        """Names of living processes of a kind: manager, trainer, engine, worker."""
+        """Names of living processes of a kind: manager, trainer, engine, worker, archivist."""
         return [name for name, process in self.processes.items() if name.split("-")[0] == kind and not process.dead]
 
     def kill(self, name: str) -> None:

@@ -1,59 +1,98 @@
-"""Whoever writes ledger snapshots: it follows the journal by itself, so the writer spends nothing on them.
+"""Whoever writes ledger snapshots and history: it follows the journal by itself, so the writer spends nothing on them.
 
 It folds what is durable with the transitions that ran live, creates objects named by their content, and deletes only
-what newer recorded snapshots have replaced: two archivists, or one that slept, do no harm. A snapshot counts once the
-writer has recorded it.
+what recorded snapshots have replaced: two archivists, or one that slept, do no harm. What it writes counts once the
+writer has recorded it. What a recorded snapshot retires is deleted with the next one.
 """
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Iterable
 from itertools import islice
 
+from storage.archives import end_of
 from storage.errors import ArtifactCorrupt, SlotsRetired
 from storage.filesystem import Store
-from storage.journal import Tail, after, fold_segment, read_journal, recorded_snapshots, restore_point
+from storage.history import Historian
+from storage.journal import Tail, after, fold_segment, read_journal, read_segment, recorded_snapshots, restore_point
 from storage.ledger import Ledger
+from storage.low import retire_slots
 from storage.runs import RunPaths
-from storage.schema import LedgerSnapshot
+from storage.schema import LedgerSnapshot, RunClaimed
+from storage.segment import Segment
 from storage.snapshot import KEPT, write_snapshot
+
+log = logging.getLogger(__name__)
 
 
 class Archivist:
-    """One run's. Its memory is that of one ledger."""
+    """One run's. Its memory is that of one ledger and of the segments since the last snapshot."""
 
     def __init__(self, store: Store, run: str, num_siblings: int) -> None:
         self._store, self._run, self._num_siblings = store, run, num_siblings
-        self._at: tuple[Ledger, Tail] | None = None
+        self._historian = Historian(store, run)
+        self._undeleted: list[str] = []
+        self._at: tuple[Ledger, Tail, list[Segment]] | None = None
 
     def snapshot(self, slot: int) -> LedgerSnapshot:
-        """Write the ledger as it is before `slot`, below which all slots are durable. Blocks on storage; may be
-        repeated. Raises what reading a journal raises."""
+        """Archive the slots below `slot`, all of which are durable, and write the ledger as it is before it. Blocks on
+        storage; may be repeated. Raises what reading a journal raises."""
         at, self._at = self._at, None  # half a fold is of no use
         if at is None or at[1].slot > slot:
-            at = restore_point(self._store, self._run, self._num_siblings, slot)
+            at = self._begin(slot)
         try:
-            ledger, tail = self._follow(*at, slot)
+            ledger, tail, segments = self._follow(*at, slot)
         except SlotsRetired:
-            ledger, tail = self._follow(*restore_point(self._store, self._run, self._num_siblings, slot), slot)
-        written = write_snapshot(self._store, self._run, ledger, tail.slot, tail.digest)
-        self._at = ledger, tail
-        self._delete_old(slot)
+            ledger, tail, segments = self._follow(*self._begin(slot), slot)
+        archived = end_of(ledger.history)
+        segments = [segment for segment in segments if segment.header.slot >= archived]
+        archive = self._historian.extend(ledger.history, segments)
+        recorded = list(islice(recorded_snapshots(self._store, self._run, slot), KEPT + 2))
+        low = max(
+            [0, *[record.low for record in recorded[:1]], *[record.slot for record in recorded[KEPT - 2 : KEPT - 1]]]
+        )
+        written = write_snapshot(self._store, self._run, ledger, tail.slot, tail.digest, archive, low)
+        self._at = ledger, tail, segments
+        if recorded:
+            self._delete_old(recorded, ledger.replaced)
         return written
 
-    def _delete_old(self, slot: int) -> None:
-        """Those that `KEPT` newer ones, recorded before `slot`, have made superfluous; two at a time, so that one whose
-        deletion failed gets another."""
-        old = islice(recorded_snapshots(self._store, self._run, slot), KEPT, KEPT + 2)
-        self._store.delete([RunPaths(self._run).snapshot(record.slot, record.digest) for record in old])
+    def _begin(self, slot: int) -> tuple[Ledger, Tail, list[Segment]]:
+        return *restore_point(self._store, self._run, self._num_siblings, slot), []
 
-    def _follow(self, ledger: Ledger, tail: Tail, slot: int) -> tuple[Ledger, Tail]:
+    def _delete_old(self, recorded: list[LedgerSnapshot], replaced: Iterable[str]) -> None:
+        """What the newest recorded snapshot has made superfluous: archives it replaces, snapshots that `KEPT` newer
+        ones replace, slots it retires. Slots come last: through them the others are found after a crash. What could not
+        be deleted is tried again."""
+        paths, newest = RunPaths(self._run), recorded[0]
+        keys = [paths.archive(name) for name in replaced]
+        keys += [paths.snapshot(record.slot, record.digest) for record in recorded[KEPT:]]
+        self._undeleted = self._store.delete([*self._undeleted, *keys])
+        start = recorded[1].low if len(recorded) > 1 else 0
+        chosen = [slot for slot in range(start, newest.low) if not self._claims(slot)]
+        self._undeleted += retire_slots(self._store, self._run, chosen, newest.low)
+
+    def _claims(self, slot: int) -> bool:
+        """Whether a slot must stay. A segment that cannot be read any more is archived, and may hold a claim."""
+        try:
+            segment = read_segment(self._store, self._run, slot)
+        except ArtifactCorrupt as error:
+            log.error("op=archive slot=%d decision=keep_it reason=%s", slot, error)
+            return True
+        return segment is not None and any(isinstance(row.record, RunClaimed) for row in segment.rows)
+
+    def _follow(
+        self, ledger: Ledger, tail: Tail, segments: list[Segment], slot: int
+    ) -> tuple[Ledger, Tail, list[Segment]]:
         if tail.slot == slot:
-            return ledger, tail
+            return ledger, tail, segments
         for segment in read_journal(self._store, self._run, tail):
             fold_segment(ledger, segment)
             tail = after(segment)
+            segments.append(segment)
             if tail.slot == slot:
-                return ledger, tail
+                return ledger, tail, segments
         raise ArtifactCorrupt(
             f"the journal of run {self._run!r} ends at slot {tail.slot}",
             expected=f"slot {slot - 1}, which is durable",

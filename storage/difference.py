@@ -21,7 +21,8 @@ from storage.buffers import NamedBuffer, read_safetensors_header
 from storage.checkpoint import Manifest, piece_missing, read_manifest, read_object
 from storage.errors import ArtifactCorrupt, ObjectMissing, UnknownCheckpoint
 from storage.filesystem import Store
-from storage.journal import read_journal, rows_of
+from storage.history import read_all
+from storage.journal import rows_of
 from storage.numbers import Numbers, Tally
 from storage.runs import ABSENT, RunInfo, RunPaths, changed_to, flat, open_run
 
@@ -77,7 +78,7 @@ class Published:
         self._info = open_run(store, run)
         self._records: dict[int, schema.CheckpointPublished] = {}
         self._changes: list[tuple[int, dict[str, str]]] = []
-        for row in rows_of(read_journal(store, run)):
+        for row in rows_of(read_all(store, run)):
             if isinstance(row.record, schema.CheckpointPublished):
                 self._records[row.record.step] = row.record
             elif isinstance(row.record, schema.ConfigChanged):

@@ -9,7 +9,8 @@ import msgspec
 
 from storage import schema
 from storage.filesystem import Store
-from storage.journal import fold_segment, read_journal
+from storage.history import read_all
+from storage.journal import fold_segment
 from storage.ledger import Ledger
 from storage.runs import open_run
 from storage.schema import KIND_OF, Record
@@ -21,7 +22,7 @@ def summary(store: Store, run: str) -> dict[str, Any]:
     info = open_run(store, run)
     ledger, segments = Ledger(info.num_siblings), 0
     started = ended = info.created
-    for segment in read_journal(store, run):
+    for segment in read_all(store, run):
         fold_segment(ledger, segment)
         segments += 1
         started = segment.rows[0].time if segments == 1 else started
@@ -66,7 +67,7 @@ def steps(store: Store, run: str) -> list[dict[str, Any]]:
 def quarantined(store: Store, run: str) -> list[dict[str, Any]]:
     """Groups that spent their attempt budget, in order of the source: why, and the attempts of each sibling."""
     ledger = Ledger(open_run(store, run).num_siblings)
-    for segment in read_journal(store, run):
+    for segment in read_all(store, run):
         fold_segment(ledger, segment)
     return [
         {"group": ordinal, "reason": found.reason, "attempts": [attempt + 1 for attempt in found.attempts]}
@@ -85,7 +86,7 @@ def group_history(store: Store, run: str, ordinal: int) -> list[dict[str, Any]]:
 
 
 def _rows(store: Store, run: str) -> Iterator[Row]:
-    for segment in read_journal(store, run):
+    for segment in read_all(store, run):
         yield from segment.rows
 
 

@@ -66,16 +66,21 @@ def read_journal(store: Store, run: str, tail: Tail | None = None) -> Iterator[S
     """
     tail = tail or Tail()
     while (segment := _next_segment(store, run, tail.slot)) is not None:
-        header = segment.header
-        if (header.previous, header.first) != (tail.digest, tail.seq):
-            raise ArtifactCorrupt(
-                f"{RunPaths(run).segment(tail.slot)} follows {header.previous[:12]}… at record {header.first}",
-                expected=f"{tail.digest[:12]}… at record {tail.seq}",
-                action="restore the journal from a copy, or fork from the last good position",
-                code="chain",
-            )
+        check_follows(segment, tail, RunPaths(run).segment(tail.slot))
         yield segment
         tail = after(segment)
+
+
+def check_follows(segment: Segment, tail: Tail, where: str) -> None:
+    """Raises `ArtifactCorrupt` for a segment that is not the one after `tail`."""
+    header = segment.header
+    if (header.slot, header.previous, header.first) != (tail.slot, tail.digest, tail.seq):
+        raise ArtifactCorrupt(
+            f"{where} has slot {header.slot}, which follows {header.previous[:12]}… at record {header.first}",
+            expected=f"slot {tail.slot} after {tail.digest[:12]}… at record {tail.seq}",
+            action="restore the journal from a copy, or fork from the last good position",
+            code="chain",
+        )
 
 
 def _next_segment(store: Store, run: str, slot: int) -> Segment | None:

@@ -223,6 +223,10 @@ class Ledger:
     """Those that were changed since the run began, by dotted name."""
     snapshot: schema.LedgerSnapshot | None = None
     """The newest one that was recorded."""
+    history: list[str] = field(default_factory=lambda: [])
+    """Names of the archives that hold the journal up to the newest snapshot, in order."""
+    replaced: list[str] = field(default_factory=lambda: [])
+    """Archives whose place others took with the newest snapshot."""
     finished: str = ""
     counts: Counter[str] = field(default_factory=lambda: Counter[str]())
     next_seq: int = 0

@@ -52,7 +52,8 @@ def retire_slots(store: Store, run: str, slots: Iterable[int], low: int) -> list
     """Raise `low`, then delete those of `slots` below it; none may hold a claim (the caller knows). Returns the keys
     that could not be deleted; they have lost their meaning all the same."""
     chosen = [slot for slot in slots if slot < low]
-    raise_low(store, run, low)
+    if low:
+        raise_low(store, run, low)
     return store.delete([RunPaths(run).segment(slot) for slot in chosen])
 
 

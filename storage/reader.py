@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from storage.errors import ArtifactCorrupt, ObjectMissing
 from storage.filesystem import Store
+from storage.history import archived_rows
 from storage.journal import read_segment
 from storage.ledger import Block
+from storage.low import read_low
 from storage.payload import TurnRow, decode_block
 from storage.runs import RunPaths
 from storage.samples import misfit
 from storage.schema import PayloadStored
+from storage.segment import Row
 
 MAX_DECODED = 1024
 
@@ -25,7 +28,7 @@ class PayloadReader:
     def __init__(self, store: Store, run: str, hot: Callable[[str], bytes | None] = lambda name: None) -> None:
         self._store, self._run, self._hot = store, run, hot
         self._decoded: dict[str, list[TurnRow]] = {}
-        self._slot: tuple[int, dict[str, bytes]] = (-1, {})
+        self._slots: dict[int, dict[str, bytes]] = {}
 
     def rows(self, references: Sequence[tuple[str, int]], blocks: Mapping[str, Block]) -> list[TurnRow]:
         """The turn rows of `references` (block, row). Raises `ReferenceInvalid`, `ArtifactCorrupt`."""
@@ -68,18 +71,25 @@ class PayloadReader:
                 return self._store.read(RunPaths(self._run).block(name))
             except ObjectMissing as error:
                 raise misfit(f"block {name}", "no such object", "a payload file", "missing") from error
-        if self._slot[0] != block.slot:
-            self._slot = (block.slot, inline_blocks(self._store, self._run, block.slot))
-        if name not in self._slot[1]:
+        if block.slot not in self._slots:
+            self._slots = self._blocks_of(block.slot)
+        found = self._slots.get(block.slot, {})
+        if name not in found:
             raise misfit(f"block {name}", f"not in slot {block.slot}", "an inline payload there", "missing")
-        return self._slot[1][name]
+        return found[name]
+
+    def _blocks_of(self, slot: int) -> dict[int, dict[str, bytes]]:
+        """The inline blocks of a slot, with those of its neighbours when it is retired: they lie in one archive."""
+        segment = read_segment(self._store, self._run, slot) if slot >= 0 else None
+        if segment is not None:
+            return {slot: inline_blocks(segment.rows)}
+        retired = 0 <= slot < read_low(self._store, self._run)
+        archived = archived_rows(self._store, self._run, slot) if retired else {}
+        return {place: inline_blocks(rows) for place, rows in archived.items()}
 
 
-def inline_blocks(store: Store, run: str, slot: int) -> dict[str, bytes]:
-    """All payload blocks that travel inline in one segment, by name."""
-    segment = read_segment(store, run, slot) if slot >= 0 else None
+def inline_blocks(rows: Iterable[Row]) -> dict[str, bytes]:
+    """All payload blocks that travel inline in these rows, by name."""
     return {
-        row.record.block: row.blob
-        for row in (segment.rows if segment else ())
-        if isinstance(row.record, PayloadStored) and row.blob is not None
+        row.record.block: row.blob for row in rows if isinstance(row.record, PayloadStored) and row.blob is not None
     }

@@ -105,6 +105,7 @@ class RunPaths:
         self.journal = f"{self.root}/journal"
         self.low = f"{self.journal}/low"
         self.ledger = f"{self.root}/ledger"
+        self.history = f"{self.root}/history"
         self.payload = f"{self.root}/payload"
         self.objects = f"{self.root}/objects"
         self.checkpoints = f"{self.root}/checkpoints"
@@ -115,6 +116,9 @@ class RunPaths:
 
     def snapshot(self, slot: int, digest: str) -> str:
         return f"{self.ledger}/{slot:012d}-{digest[:16]}.arrow"
+
+    def archive(self, name: str) -> str:
+        return f"{self.history}/{name}.arrow"
 
     def block(self, name: str) -> str:
         return f"{self.payload}/{name}.arrow"

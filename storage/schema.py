@@ -239,13 +239,18 @@ class EvaluationDone(Record, frozen=True, forbid_unknown_fields=True):
 
 class LedgerSnapshot(Record, frozen=True, forbid_unknown_fields=True):
     """The ledger as it was before slot `slot`, whose first record is `position` and which chains to `chain`, is in the
-    store, with this digest and size. A restore may begin there."""
+    store, with this digest and size. A restore may begin there.
+
+    `archive` holds the slots up to it, and takes the place of every archive from its first slot on. Slots below `low`
+    have lost their meaning in the journal: whoever finds this record durable may delete them."""
 
     slot: int
     position: int
     chain: str
     digest: str
     size: int
+    archive: str
+    low: int
 
 
 class ConfigChanged(Record, frozen=True, forbid_unknown_fields=True):

@@ -137,13 +137,18 @@ def decode_segment(data: bytes, where: str) -> Segment:
     """Check the digest, then parse. Raises `ArtifactCorrupt` and `SchemaUnsupported`; `where` names the object."""
     digest = check_digest(data, where)
     file = pa.ipc.open_file(pa.py_buffer(data))
-    header = _decode_header(file.schema, where)
+    header = decode_header((file.schema.metadata or {}).get(b"tidegate", b""), where)
     batch = file.get_batch(0)
     columns: list[list[Any]] = [batch.column(name).to_pylist() for name in _SCHEMA.names]
     rows = [
-        Row(seq, time, _decode_record(kind, body, where), blob)
+        Row(seq, time, decode_record(kind, body, where), blob)
         for seq, time, kind, body, blob in zip(*columns, strict=True)
     ]
+    return whole_segment(header, rows, digest, where)
+
+
+def whole_segment(header: Header, rows: list[Row], digest: str, where: str) -> Segment:
+    """Raises `ArtifactCorrupt` when the rows are not those of the header."""
     if (
         not rows
         or (rows[0].seq, rows[-1].seq) != (header.first, header.last)
@@ -153,8 +158,8 @@ def decode_segment(data: bytes, where: str) -> Segment:
     return Segment(header, rows, digest)
 
 
-def _decode_header(schema: pa.Schema, where: str) -> Header:
-    text = (schema.metadata or {}).get(b"tidegate", b"")
+def decode_header(text: bytes | str, where: str) -> Header:
+    """A segment's header from its JSON. Raises `ArtifactCorrupt`, `SchemaUnsupported`."""
     try:
         stated = msgspec.json.decode(text)
         found = (stated["format"], stated["schema"], stated["fields"])
@@ -169,7 +174,7 @@ def _decode_header(schema: pa.Schema, where: str) -> Header:
     return msgspec.convert(stated, Header)
 
 
-def _decode_record(kind: str, body: str, where: str) -> Record:
+def decode_record(kind: str, body: str, where: str) -> Record:
     decoder = _decoders.get(kind)
     try:
         if decoder is not None:

@@ -69,6 +69,8 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evaluated: list[tuple[str, int]]
     settings: dict[str, str]
     snapshot: schema.LedgerSnapshot | None
+    history: list[str]
+    replaced: list[str]
     finished: str
     counts: dict[str, int]
     next_seq: int
@@ -114,8 +116,8 @@ def ledger_rows(ledger: Ledger) -> list[SnapshotRow]:
         ledger.num_siblings, ledger.incarnation, ledger.recipe, ledger.frontier, list(ledger.completed),
         ledger.consumed.intervals(), ledger.discarded.intervals(), ledger.lease, ledger.next_lease, ledger.step,
         ledger.state_digest, ledger.weights_digest, ledger.checkpoints, ledger.policy, ledger.initial_weights,
-        list(ledger.due), sorted(ledger.evaluated), ledger.settings, ledger.snapshot, ledger.finished, +ledger.counts,
-        ledger.next_seq,
+        list(ledger.due), sorted(ledger.evaluated), ledger.settings, ledger.snapshot, ledger.history, ledger.replaced,
+        ledger.finished, +ledger.counts, ledger.next_seq,
     )  # fmt: skip
     return [
         SnapshotRow("head", 0, "", _encode(head)),
@@ -144,13 +146,15 @@ def encode_snapshot(run: str, slot: int, rows: list[SnapshotRow]) -> bytes:
     return sink.getvalue().to_pybytes()
 
 
-def write_snapshot(store: Store, run: str, ledger: Ledger, slot: int, chain: str) -> schema.LedgerSnapshot:
-    """Write the ledger as it is before `slot`, which chains to `chain`; returns the record that makes it count. May be
-    repeated."""
+def write_snapshot(
+    store: Store, run: str, ledger: Ledger, slot: int, chain: str, archive: str = "", low: int = 0
+) -> schema.LedgerSnapshot:
+    """Write the ledger as it is before `slot`, which chains to `chain`; returns the record that makes it count, with
+    this `archive` and `low`. May be repeated."""
     data = encode_snapshot(run, slot, ledger_rows(ledger))
     digest = hashlib.sha256(data).hexdigest()
     create_same(store, RunPaths(run).snapshot(slot, digest), data)
-    return schema.LedgerSnapshot(slot, ledger.next_seq, chain, digest, len(data))
+    return schema.LedgerSnapshot(slot, ledger.next_seq, chain, digest, len(data), archive, low)
 
 
 def read_rows(store: Store, run: str, record: schema.LedgerSnapshot) -> list[SnapshotRow]:
@@ -204,8 +208,8 @@ def rebuild(rows: list[SnapshotRow]) -> Ledger:
     head, tables = _tables(rows)
     ledger = Ledger(head.num_siblings)
     for name in ("incarnation", "recipe", "frontier", "lease", "next_lease", "step", "state_digest", "weights_digest",
-                 "checkpoints", "policy", "initial_weights", "settings", "snapshot", "finished",
-                 "next_seq"):  # fmt: skip
+                 "checkpoints", "policy", "initial_weights", "settings", "snapshot", "history",
+                 "replaced", "finished", "next_seq"):  # fmt: skip
         setattr(ledger, name, getattr(head, name))
     ledger.groups, ledger.steps, ledger.quarantined = tables["group"], tables["step"], tables["quarantined"]
     ledger.blocks, ledger.completed = tables["block"], dict.fromkeys(head.completed)

@@ -12,6 +12,7 @@ from typing import Any
 from storage import evaluation_transitions as evaluations
 from storage import rollout_transitions as rollouts
 from storage import schema
+from storage.archives import amended, end_of, whole
 from storage.errors import LedgerInvalid, TwoOwners
 from storage.ledger import (
     COMPLETED,
@@ -182,11 +183,18 @@ def _checkpoint_published(ledger: Ledger, seq: int, record: schema.CheckpointPub
 
 
 def _ledger_snapshot(ledger: Ledger, seq: int, record: schema.LedgerSnapshot) -> None:
-    newest = ledger.snapshot.slot if ledger.snapshot else 0
+    newest, low = (ledger.snapshot.slot, ledger.snapshot.low) if ledger.snapshot else (0, 0)
     if record.slot <= newest or record.position > seq:
         found = f"a snapshot of slot {record.slot} at record {record.position}"
         raise illegal(record, seq, found, f"a slot after {newest}, which is in the past")
-    ledger.snapshot = record
+    if not low <= record.low <= newest:
+        raise illegal(record, seq, f"slots below {record.low} retired", f"from {low} to {newest}, the snapshot before")
+    history = amended(ledger.history, record.archive) if record.archive else []
+    if not whole(history, record.slot if record.archive else 0) or record.low > end_of(history):
+        raise illegal(record, seq, f"history in {history} and slots below {record.low} retired", "every slot archived")
+    kept = set(history)
+    ledger.replaced = [name for name in ledger.history if name not in kept]
+    ledger.history, ledger.snapshot = history, record
 
 
 def _config_changed(ledger: Ledger, seq: int, record: schema.ConfigChanged) -> None:

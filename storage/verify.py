@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 
 from storage import schema
+from storage.archives import Archive
 from storage.buffers import buffers_digest
 from storage.checkpoint import read_buffers, read_manifest
 from storage.errors import (
@@ -25,8 +26,10 @@ from storage.errors import (
     TidegateError,
 )
 from storage.filesystem import Store
-from storage.journal import fold_segment, kept_snapshots, read_journal, recorded_snapshots
+from storage.history import history_of, read_all, read_archive
+from storage.journal import fold_segment, kept_snapshots, read_segment, recorded_snapshots
 from storage.ledger import Block, Lease, Ledger, TrainedGroup
+from storage.low import read_low
 from storage.payload import TurnRow, decode_block
 from storage.reader import PayloadReader
 from storage.runs import RunInfo, open_run
@@ -66,6 +69,7 @@ class Report:
     evaluations_mixed: int = 0
     evaluations_due: int = 0
     segments: int = 0
+    segments_retired: int = 0
     problems: list[str] = field(default_factory=lambda: [])
 
     @property
@@ -93,6 +97,8 @@ class Auditor:
         self._store = store
         self._unread: dict[str, schema.PayloadStored] = {}
         """Payload files that no trained or unsettled group has led to yet."""
+        self._digests = bytearray()
+        self._claims: list[int] = []
         self.snapshots: dict[int, schema.LedgerSnapshot] = {}
         """By slot: those that the ledger must equal, if they are there."""
         self.snapshots_proven = 0
@@ -111,6 +117,7 @@ class Auditor:
     def audit(self, segment: Segment) -> None:
         """Fold one segment and check its meaning. Raises what is wrong."""
         self._check_snapshot(segment.header.slot)
+        self._digests += bytes.fromhex(segment.digest)
         for row in segment.rows:
             self._before(row)
         fold_segment(self.ledger, segment)
@@ -130,6 +137,41 @@ class Auditor:
         """Payload files of work that came to nothing. Raises what is wrong."""
         for name, record in self._unread.items():
             self._reader.block_rows(name, Block(record.digest, record.size, inline=False))
+
+    def audit_history(self, low: int) -> None:
+        """Archives of segments that are still in the journal hold those, and a claim stays there for ever. Raises what
+        is wrong; `low` as it was when the audit began."""
+        names = [name for name in self.ledger.history if Archive.of(name).end > low]
+        for name in names:
+            try:
+                self._check_archive(name)
+            except ArtifactCorrupt as error:
+                if error.code == "missing" and name not in history_of(self._store, self._info.run):
+                    continue  # a larger one has replaced it
+                raise
+        for slot in self._claims:
+            segment = read_segment(self._store, self._info.run, slot) if slot < low else None
+            if slot < low and (segment is None or segment.digest != self._digest(slot)):
+                raise ReferenceInvalid(
+                    f"slot {slot} holds {'nothing' if segment is None else segment.digest[:12]}",
+                    expected=f"the claim {self._digest(slot)[:12]}, which a writer that slept must find there",
+                    action="restore the object from a copy",
+                    code="missing",
+                )
+
+    def _check_archive(self, name: str) -> None:
+        for segment in read_archive(self._store, self._info.run, name):
+            slot = segment.header.slot
+            if segment.digest != self._digest(slot):
+                raise ReferenceInvalid(
+                    f"history archive {name} has {segment.digest[:12]} as slot {slot}",
+                    expected=f"{self._digest(slot)[:12]}, as in the journal",
+                    action="the archive was altered",
+                    code="conflict",
+                )
+
+    def _digest(self, slot: int) -> str:
+        return self._digests[32 * slot : 32 * slot + 32].hex()
 
     def _rows(self, references: Sequence[tuple[str, int]]) -> list[TurnRow]:
         for name, _ in references:
@@ -158,7 +200,9 @@ class Auditor:
 
     def _before(self, row: Row) -> None:
         record = row.record
-        if isinstance(record, schema.PolicyPublished):
+        if isinstance(record, schema.RunClaimed):
+            self._claims.append(len(self._digests) // 32 - 1)
+        elif isinstance(record, schema.PolicyPublished):
             self._versions.add((record.incarnation, record.number))
             self._weights.setdefault(record.digest, set()).add(record.number)
         elif isinstance(record, schema.EvaluationDone):
@@ -241,10 +285,11 @@ def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: Non
     info = open_run(store, run)
     auditor = Auditor(store, info)
     report = Report(run, staleness_bound=info.staleness)
-    sound = True
+    sound, low = True, 0
     try:
+        low = report.segments_retired = read_low(store, run)
         auditor.snapshots = {record.slot: record for record in recorded_snapshots(store, run)}
-        for segment in read_journal(store, run):
+        for segment in read_all(store, run):
             auditor.count(segment)
             report.segments += 1
             if report.segments % 200 == 0:
@@ -258,6 +303,7 @@ def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: Non
     if sound:
         _try(report, auditor.audit_unsettled)
         _try(report, auditor.audit_unread)
+        _try(report, lambda: auditor.audit_history(low))
         _check_checkpoints(store, run, auditor.ledger, report, say)
     _fill(report, auditor)
     return report

@@ -19,7 +19,8 @@ from gpu.actors import Remote, find_actor
 from gpu.cluster import RayCluster, processes_of
 from gpu.spec import RunSpec
 from storage import schema
-from storage.journal import fold_segment, read_journal
+from storage.history import read_all
+from storage.journal import fold_segment
 from storage.ledger import Ledger
 from storage.local import LocalStore
 from storage.schema import Record
@@ -140,14 +141,14 @@ class Rig:
     # ------------------------------------------------------------------ what storage says
 
     def rows(self) -> list[Row]:
-        return [row for segment in read_journal(self.store, RUN) for row in segment.rows]
+        return [row for segment in read_all(self.store, RUN) for row in segment.rows]
 
     def records(self, kind: type[R]) -> list[R]:
         return [row.record for row in self.rows() if isinstance(row.record, kind)]
 
     def ledger(self) -> Ledger:
         ledger = Ledger(self.spec.limits.num_siblings)
-        for segment in read_journal(self.store, RUN):
+        for segment in read_all(self.store, RUN):
             fold_segment(ledger, segment)
         return ledger
 

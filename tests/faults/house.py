@@ -42,7 +42,7 @@ def small(**changes: dict[str, object]) -> RunConfig:
         "training": {"steps": 1000},
         "checkpoint": {"every": 3, "max_unsaved": 50},
         "cluster": {"restart_pause": 0.01, "lease_deadline": 60.0},
-        "storage": {"flush_interval": 0.02},
+        "storage": {"flush_interval": 0.02, "snapshot_every": 5},
     }  # fmt: skip
     for name, change in changes.items():
         values[name] = {**values.get(name, {}), **change}

@@ -8,7 +8,8 @@ from collections import Counter
 from dataclasses import replace
 
 from storage.errors import TidegateError
-from storage.journal import fold, read_journal, rows_of
+from storage.history import read_all
+from storage.journal import fold, rows_of
 from storage.reader import PayloadReader
 from storage.restore import load_base, plan_restore
 from storage.runs import RunPaths, open_run
@@ -20,7 +21,7 @@ from tests.simulation.shapes import SHAPES
 from tests.simulation.store import SimStore
 from tests.simulation.world import RUN, World
 
-KINDS = {"journal", "ledger", "payload", "objects", "checkpoints", "run.json"}
+KINDS = {"journal", "ledger", "history", "payload", "objects", "checkpoints", "run.json"}
 PLACES = 2
 
 
@@ -87,7 +88,7 @@ def kind_of(key: str) -> str:
 
 def named(store: SimStore) -> set[str]:
     """Payload files that the journal knows."""
-    rows = rows_of(read_journal(store, RUN))
+    rows = rows_of(read_all(store, RUN))
     return {RunPaths(RUN).block(row.record.block) for row in rows if isinstance(row.record, PayloadStored)}
 
 

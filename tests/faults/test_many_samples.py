@@ -14,9 +14,9 @@ from gpu.generation.engine import Cached, Generated
 from gpu.generation.fake_engine import FakeEngine
 from gpu.generation.server import EngineServer
 from storage import schema
+from storage.history import read_all
 from storage.inspection import group_history
 from storage.inspection import steps as committed_steps
-from storage.journal import read_journal
 from tests.faults.house import RUN, House, small, until
 
 GUESSING = {"name": "guess", "options": {"letters": 4, "turns": 4, "compact_every": 2}, "epochs": 4}
@@ -84,7 +84,7 @@ class Outcome:
 def outcome(house: House) -> Outcome:
     house.check()
     found = committed_steps(house.store, RUN)
-    records = [row.record for segment in read_journal(house.store, RUN) for row in segment.rows]
+    records = [row.record for segment in read_all(house.store, RUN) for row in segment.rows]
     return Outcome(
         [entry["state_digest"] for entry in found],
         [record.weights_digest for record in records if isinstance(record, schema.StepCommitted)],

@@ -8,7 +8,7 @@ import pytest
 
 from storage.errors import CommitUnknown, StoreUnavailable
 from storage.filesystem import Bytes
-from storage.journal import read_journal
+from storage.history import read_all
 from storage.local import LocalStore
 from storage.schema import CheckpointPublished
 from tasks import publish
@@ -40,6 +40,6 @@ async def test_what_fails_for_a_while_is_published_from_the_same_capture(
     await house.run()
     assert house.check().incarnations == 1
     assert (house.attempts, store.refused, store.lost) == (1, True, True)
-    rows = [row for segment in read_journal(store, RUN) for row in segment.rows]
+    rows = [row for segment in read_all(store, RUN) for row in segment.rows]
     published = [row.record.step for row in rows if isinstance(row.record, CheckpointPublished)]
     assert published[0] == house.spec.steps.checkpoint_every

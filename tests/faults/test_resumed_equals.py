@@ -27,8 +27,8 @@ from gpu.training.messages import Trained
 from storage import schema
 from storage.clock import SystemClock
 from storage.filesystem import Store
+from storage.history import read_all
 from storage.inspection import steps as committed_steps
-from storage.journal import read_journal
 from storage.ledger import GroupState, Ledger
 from storage.verify import verify
 from tests.faults.house import RUN, House, small, until
@@ -148,7 +148,7 @@ class Outcome:
 
 def records(house: House) -> list[schema.Record]:
     """What is durable."""
-    return [row.record for segment in read_journal(house.store, RUN) for row in segment.rows]
+    return [row.record for segment in read_all(house.store, RUN) for row in segment.rows]
 
 
 def outcome(house: House) -> Outcome:

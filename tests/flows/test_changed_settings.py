@@ -8,7 +8,8 @@ from typing import Any
 from flows.config import RunConfig
 from gpu.prepare import claim_manager
 from storage.clock import SystemClock
-from storage.journal import fold, read_journal, rows_of, store_frozen
+from storage.history import read_all
+from storage.journal import fold, rows_of, store_frozen
 from storage.local import LocalStore
 from storage.schema import ConfigChanged
 
@@ -23,7 +24,7 @@ def go_on(folder: Path, **changes: dict[str, Any]) -> None:
 
 
 def recorded(folder: Path) -> list[dict[str, str]]:
-    rows = rows_of(read_journal(LocalStore(folder), "r"))
+    rows = rows_of(read_all(LocalStore(folder), "r"))
     return [row.record.changes for row in rows if isinstance(row.record, ConfigChanged)]
 
 

@@ -30,7 +30,7 @@ from flows.fenced import Attempt
 from flows.stack import POOL, Stack, running_stack, tool
 from gpu.spec import RunSpec
 from storage import schema
-from storage.journal import read_journal
+from storage.history import read_all
 from storage.local import LocalStore
 from storage.verify import verify
 from tests.faults.house import small
@@ -152,7 +152,7 @@ class Scene:
         report = verify(self.store, self.spec.run)
         assert report.sound, report.problems
         assert (report.lost, report.trained_twice, report.unsettled) == (0, 0, 0)
-        rows = [row for segment in read_journal(self.store, self.spec.run) for row in segment.rows]
+        rows = [row for segment in read_all(self.store, self.spec.run) for row in segment.rows]
         return [row.record.step for row in rows if isinstance(row.record, schema.StepCommitted)]
 
     def tidegate(self, *arguments: str) -> subprocess.Popen[str]:

@@ -18,7 +18,8 @@ from gpu.actors import Remote, find_actor, start_actor
 from gpu.cluster import ManagerActor, RayCluster, check_resources, processes_of
 from gpu.spec import RunSpec
 from storage.errors import ActorLost, ResourceUnavailable, RunFenced
-from storage.journal import read_journal, rows_of
+from storage.history import read_all
+from storage.journal import rows_of
 from storage.local import LocalStore
 from storage.schema import LedgerSnapshot, RunClaimed
 from storage.verify import verify
@@ -93,7 +94,7 @@ async def test_a_run_on_ray_survives_the_death_of_each_of_its_processes(tmp_path
     assert report.sound, report.problems
     assert (report.handed_out, report.consumed, report.unsettled) == (64, 64, 0)
     assert report.finished == "source exhausted"
-    rows = list(rows_of(read_journal(LocalStore(tmp_path), RUN)))
+    rows = list(rows_of(read_all(LocalStore(tmp_path), RUN)))
     _, second, *_ = [row.seq for row in rows if isinstance(row.record, RunClaimed)]
     snapshots = [row.seq for row in rows if isinstance(row.record, LedgerSnapshot)]
     assert min(snapshots) < second < max(snapshots), "of the first incarnation, and of a later one"

@@ -13,7 +13,8 @@ from gpu.rollout.messages import Dispatch, Ended, Grant, Outcome, PlainEnded, Re
 from gpu.rollout.results import GroupFilter, keep_all
 from storage.clock import VirtualClock
 from storage.filesystem import Store
-from storage.journal import Frozen, JournalWriter, claim, read_journal, rows_of, store_frozen
+from storage.history import read_all
+from storage.journal import Frozen, JournalWriter, claim, rows_of, store_frozen
 from storage.memory import MemoryStore
 from storage.payload import TurnRow, VersionSpan, encode_block
 from storage.runs import create_run, make_run
@@ -78,7 +79,7 @@ class Bench:
                         reason="test", clock=self.clock)  # fmt: skip
         self.clock.advance(0.001)
         self.writer = Logged(RUN, claimed.incarnation, f"w{claimed.incarnation}", claimed.tail, self.clock)
-        self.writer.history = [row.record for row in rows_of(read_journal(self.store, RUN))]
+        self.writer.history = [row.record for row in rows_of(read_all(self.store, RUN))]
         self.frozen: Frozen | None = None
         self.control = RolloutControl(
             claimed.ledger, self.writer, self.limits, self.clock, length=self.length, group_filter=self.group_filter,
@@ -168,7 +169,7 @@ class Bench:
     def abandoned(self) -> list[AttemptAbandoned]:
         """The attempts that ended without a result, as the journal says."""
         self.flush()
-        records = [row.record for segment in read_journal(self.store, RUN) for row in segment.rows]
+        records = [row.record for segment in read_all(self.store, RUN) for row in segment.rows]
         return [record for record in records if isinstance(record, AttemptAbandoned)]
 
     def end_plain(

@@ -1,7 +1,8 @@
 """Any sequence of calls keeps the rules of ownership; every transition was met on the way; and broken code is found.
 
 `TIDEGATE_MACHINE_EXAMPLES=5000 pytest tests/rollout/test_state_machine.py` plays more examples than the usual number.
-Batch k is the same on every machine: a failing one can be played alone with `pytest -k 'sequence and 17'`.
+Batch k is the same on every machine that runs the same tests before it (hypothesis draws from the constants of whatever
+is imported): a failing one can be played alone with `pytest -k 'sequence and 17'`, or not alone.
 """
 
 from __future__ import annotations

@@ -13,6 +13,7 @@ from storage import journal
 from storage.checkpoint import read_manifest
 from storage.errors import TidegateError
 from storage.ledger import Ledger
+from storage.low import read_low
 from storage.reader import PayloadReader
 from storage.restore import load_base, plan_restore
 from storage.runs import RunPaths
@@ -20,7 +21,6 @@ from storage.schema import CheckpointPublished
 from storage.snapshot import ledger_rows
 from storage.verify import verify
 from tests.simulation.incarnations import RUN
-from tests.simulation.store import JOURNAL
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -61,11 +61,12 @@ class Alterations:
 
     def _choose(self, ledger: Ledger) -> Victim:
         rng, store = self._world.rng, self._world.store
-        keys = store.keys(JOURNAL)
-        slot = rng.randrange(len(keys))
-        newest = ledger.snapshot
+        low, newest, end = read_low(store, RUN), ledger.snapshot, store.slots()[-1]
+        slot = rng.choice([slot for slot in store.slots() if slot >= low or slot in self._claims()])
         reader = self._verify_finds if newest and slot < newest.slot else self._claim_finds
-        victims = [Victim("segment", keys[slot], reader, slot + 1 < len(keys))]
+        victims = [Victim("segment", PATHS.segment(slot), reader, slot < end)]
+        if ledger.history:
+            victims.append(Victim("history", PATHS.archive(rng.choice(ledger.history)), self._verify_finds))
         if newest is not None:
             key = PATHS.snapshot(newest.slot, newest.digest)
             victims.append(Victim("snapshot", key, lambda: self._fold_goes_round(ledger)))
@@ -80,6 +81,9 @@ class Alterations:
             for kind, key in (("manifest", PATHS.manifest(record.manifest)), ("shard", PATHS.object(digest))):
                 victims.append(Victim(kind, key, lambda: self._restore_finds(ledger, record)))
         return rng.choice(victims[1:] * 2 + victims)  # segments are there in every world
+
+    def _claims(self) -> set[int]:
+        return {slot for slot, _ in self._world.incarnations.claimed.values()}
 
     # ------------------------------------------------------------------ who finds it
 

@@ -26,11 +26,11 @@ FAULTS = (
     "drivers_replaced", "drivers_refused", "attempts_refused", "workers_lost", "late_reports_refused",
     "reports_repeated", "owners_fenced", "filters_raised", "judged_outside", "recipes_changed", "evaluations_cut",
     "leases_rolled_back", "altered_segment", "altered_payload", "altered_manifest", "altered_shard",
-    "altered_snapshot",
+    "altered_snapshot", "altered_history", "delayed_landed_retired",
 )  # fmt: skip
 WORK = ("steps", "incarnations", "segments", "consumed", "discarded", "quarantined", "rollouts_sealed",
         "rollouts_reused", "rollouts_regenerated", "rollouts_continued", "steps_redone", "checkpoints",
-        "evaluations", "snapshots_written")  # fmt: skip
+        "evaluations", "snapshots_written", "segments_retired")  # fmt: skip
 NEVER = ("lost", "trained_twice")
 ENOUGH = {"tiny": 50_000, "small": 5000, "large": 300}
 """Worlds after which each kind has certainly happened."""

@@ -17,9 +17,10 @@ from gpu.rollout.signal import Signal
 from storage import journal
 from storage.errors import CommitUnknown, RunFenced, StoreUnavailable
 from storage.journal import Frozen, JournalWriter
+from storage.low import read_low
 from storage.runs import RunPaths
 from storage.schema import ConfigChanged, RunClaimed
-from tests.simulation.store import Delayed
+from tests.simulation.store import Delayed, slot_of
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
@@ -107,7 +108,7 @@ class Incarnations:
         acts: list[Callable[[], None]] = [lambda: self._race(old, depth), self.land]
         if old is not None:
             acts.append(lambda: self._flush_meanwhile(old))
-        end = world.store.slots()
+        end = len(world.store.slots())
         return [(max(0, end + rng.randrange(-1, 5)), rng.choice(acts)) for _ in range(rng.choice([1, 1, 2, 3]))]
 
     def _race(self, old: Incarnation | None, depth: int) -> None:
@@ -170,7 +171,9 @@ class Incarnations:
             assert store.writes == writes, "a refused create changes nothing"
             return
         world.tally["delayed_landed"] += 1
-        if not world.claiming:
+        if slot_of(late.key) < read_low(store, RUN):
+            world.tally["delayed_landed_retired"] += 1  # the bytes it held once, and nobody reads it any more
+        elif not world.claiming:
             frozen = world.manager.frozen
             own = frozen is not None and frozen.data == late.data
             assert own or self._claim_of_the_dead(late.key), "only what the owner has in flight may still arrive"

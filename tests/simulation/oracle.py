@@ -8,13 +8,14 @@ from gpu.rollout.control import RolloutControl
 from gpu.rollout.limits import Limits, Submission
 from storage import schema
 from storage.journal import read_segment
+from storage.low import read_low
 from storage.verify import Report
 
 if TYPE_CHECKING:
     from tests.simulation.world import World
 
 PROVEN = ("steps_redone", "rollouts_reused", "rollouts_regenerated", "rollouts_continued", "rollouts_sealed",
-          "consumed", "discarded", "quarantined", "segments", "lost", "trained_twice")  # fmt: skip
+          "consumed", "discarded", "quarantined", "segments", "segments_retired", "lost", "trained_twice")  # fmt: skip
 
 
 def check(control: RolloutControl, limits: Limits) -> None:
@@ -48,7 +49,10 @@ def check_report(world: World, report: Report) -> None:
     assert report.consumed + report.discarded + report.quarantined == report.handed_out == world.length
     assert report.unsettled == report.lost == report.trained_twice == 0
     assert report.finished
-    assert report.segments == world.store.slots(), "every segment is in the chain"
+    low = read_low(world.store, "sim")
+    slots = [slot for slot in world.store.slots() if slot >= low]
+    assert slots == list(range(low, report.segments)), "every segment is in the chain"
+    assert report.segments_retired == low
     assert report.staleness_max == max(world.drivers.trained_staleness, default=0)
     assert report.incarnations >= len(world.incarnations.claimed)
     for number, (slot, writer) in world.incarnations.claimed.items():

@@ -14,6 +14,10 @@ from storage.memory import MemoryStore
 JOURNAL = "/journal/"
 
 
+def slot_of(key: str) -> int:
+    return int(key[-18:-6])
+
+
 class Delayed(NamedTuple):
     """A create that timed out and has not arrived yet."""
 
@@ -78,9 +82,9 @@ class SimStore(MemoryStore):
         """Keys that contain `part`, in order."""
         return sorted(key for key in self._objects if part in key)
 
-    def slots(self) -> int:
-        """Objects in the journal."""
-        return sum(JOURNAL in key for key in self._objects)
+    def slots(self) -> list[int]:
+        """Slots of the journal that hold something, in order."""
+        return sorted(slot_of(key) for key in self._objects if JOURNAL in key and key.endswith(".arrow"))
 
     def alter(self, key: str, data: bytes | None) -> bytes:
         """Change an object behind everybody's back, None removes it; returns what it held."""

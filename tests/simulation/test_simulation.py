@@ -17,6 +17,7 @@ from gpu.rollout.messages import Identity
 from gpu.rollout.results import Results
 from storage import journal, payload, reader, segment
 from storage.errors import TidegateError
+from storage.history import read_all
 from storage.ledger import Rollout, RolloutState
 from storage.memory import MemoryStore
 from tests.simulation import __main__ as runner
@@ -75,7 +76,7 @@ def test_a_seed_reproduces_in_another_process_and_after_other_worlds() -> None:
 def fingerprint(seed: int, size: str) -> str:
     """The whole journal of a world ends in this digest: each segment holds the one before."""
     world, _ = play(seed, SHAPES[size])
-    *_, last = journal.read_journal(world.store, RUN)
+    *_, last = read_all(world.store, RUN)
     return f"{last.header.slot}:{last.digest}"
 
 

@@ -8,8 +8,10 @@ from typing import Any
 
 import pytest
 
-from storage.journal import fold_segment, read_journal
+from storage.history import read_all
+from storage.journal import fold_segment
 from storage.ledger import Ledger
+from storage.low import read_low
 from storage.memory import MemoryStore
 from storage.reader import PayloadReader
 from storage.runs import RunPaths, open_run
@@ -32,7 +34,12 @@ def example() -> str:
 def on_disk(store: MemoryStore, folder: Path, inline: bool) -> Path:
     """The run as files; blocks that travelled in the journal lie beside it unless `inline`."""
     paths = RunPaths(RUN)
-    for segment in read_journal(store, RUN):
+    for key in store.list(paths.history) if inline else []:
+        write(folder / key, store.read(key))
+    low = read_low(store, RUN) if inline else 0
+    for segment in read_all(store, RUN):
+        if segment.header.slot < low:
+            continue
         rows = segment.rows
         if not inline:
             for row in rows:
@@ -58,7 +65,7 @@ def expected(store: MemoryStore) -> list[Any]:
     """(step, version, group, versions that generated it, rewards), as leases and payloads have it."""
     ledger, found = Ledger(open_run(store, RUN).num_siblings), []
     reader = PayloadReader(store, RUN)
-    for segment in read_journal(store, RUN):
+    for segment in read_all(store, RUN):
         fold_segment(ledger, segment)
         for row in segment.rows:
             if isinstance(row.record, StepCommitted):
@@ -72,12 +79,15 @@ def expected(store: MemoryStore) -> list[Any]:
 
 @pytest.mark.parametrize("inline", [True, False])
 @pytest.mark.parametrize("multi_turn", [False, True])
+@pytest.mark.parametrize("snapshot_every", [0, 4])
 def test_the_example_says_what_the_library_says(
-    inline: bool, multi_turn: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    inline: bool, multi_turn: bool, snapshot_every: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     world = World(5, length=12, multi_turn=multi_turn, limits=limits())
+    world.snapshot_every = snapshot_every
     world.filter = lambda rewards: ""
     world.run(chaos=300)
+    assert (read_low(world.store, RUN) > 0) == (snapshot_every > 0)
     groups, steps = ask(on_disk(world.store, tmp_path, inline))
     assert groups == expected(world.store)
     assert len(groups) == 12

@@ -20,7 +20,8 @@ import msgspec
 from flows.config import RunConfig
 from storage.checkpoint import read_manifest
 from storage.filesystem import Store
-from storage.journal import fold_segment, read_journal
+from storage.history import read_all
+from storage.journal import fold_segment
 from storage.ledger import Ledger
 from storage.runs import RunPaths
 from storage.schema import CheckpointPublished
@@ -303,7 +304,7 @@ class Run:
         """A segment that a restore reads, so none before the newest ledger snapshot (and never the last one when it is
         removed: that looks like an earlier end), or an object of the newest checkpoint."""
         paths = RunPaths(self.config.run)
-        segments = list(read_journal(self.direct, self.config.run))
+        segments = list(read_all(self.direct, self.config.run))
         if what == "journal":
             newest = segments[-1].header.snapshot if segments else None
             first, last = newest.slot if newest else 0, len(segments) - (how == "remove")
@@ -341,7 +342,7 @@ def effects(store: Store, run: str, num_siblings: int, struck: list[tuple[float,
     steps that were reused, redone, generated again or continued."""
     found: dict[str, Counter[str]] = {kind: Counter() for _, kind in struck}
     ledger, before = Ledger(num_siblings), Counter[str]()
-    for segment in read_journal(store, run):
+    for segment in read_all(store, run):
         fold_segment(ledger, segment)
         kinds = [kind for when, kind in struck if when <= segment.rows[0].time]
         if kinds:

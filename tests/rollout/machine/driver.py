@@ -58,6 +58,9 @@ class Driver(World):
         if self.oracle.lease is None:
             return False
         leasing, done = self.control.leasing, self._train(self.oracle.lease)
+        if rng.random() < 0.2:
+            other = (done[0], done[1] + 1, "s", "w")
+            self.refuse("commit of another step", LeaseRefused, lambda: leasing.commit(*other, {}))
         leasing.commit(*done, {"loss": 1.0})
         self.follow()
         self.commits.append(done)
@@ -88,11 +91,8 @@ class Driver(World):
             self.refuse("commit of another lineage", LeaseRefused, lambda: commit(*done, {}))
 
     def settle_what_is_not_open(self, rng: random.Random) -> None:
-        leasing, found = self.control.leasing, self.oracle.lease
+        leasing = self.control.leasing
         lease, step = rng.randint(50, 90), self.oracle.step + 1
-        if found is not None:
-            other = (found.lease, found.step + 1, "s", "w")
-            self.refuse("commit of another step", LeaseRefused, lambda: leasing.commit(*other, {}))
         self.refuse("unknown commit", LeaseRefused, lambda: leasing.commit(lease, step, "s", "w", {}))
         self.refuse("unknown rollback", LeaseRefused, lambda: leasing.roll_back(lease, "x"))
 

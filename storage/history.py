@@ -1,0 +1,267 @@
+"""History: the segments of a journal in few objects, so that their slots can be deleted and nothing is forgotten.
+
+An archive is an Arrow IPC file, zstd, of the rows of many segments: the columns of a segment, its `slot`, and on the
+first row of each its header and digest. Nothing is left out: what is read back are the very segments, chain and all. An
+archive is named by the slots it holds and by its own sha256, and counts once a `ledger_snapshot` names it. Small
+neighbours are merged, so their number grows with the bytes and not with the age of a run.
+"""
+
+# pyright: reportUnknownMemberType=false
+# (pyarrow's stubs are partial)
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+import msgspec
+import pyarrow as pa
+
+from storage.archives import Archive, amended
+from storage.errors import ArtifactCorrupt, ObjectMissing, SlotsRetired
+from storage.filesystem import Store, create_same, read_proven
+from storage.journal import Tail, after, check_follows, find_end, read_journal, read_segment, recorded_snapshots
+from storage.low import read_low
+from storage.runs import RunPaths, open_run
+from storage.schema import KIND_OF, LedgerSnapshot
+from storage.segment import Header, Row, Segment, decode_header, decode_record, whole_segment
+from storage.snapshot import read_snapshot
+
+SMALL = 64 * 1024
+FANOUT = 8
+LARGE = 4 * 1024 * 1024
+"""Bytes. As many archives of one size class as `FANOUT` become one; those above `LARGE` stay as they are."""
+_SCHEMA = pa.schema(
+    [
+        pa.field("slot", pa.int64(), nullable=False),
+        pa.field("seq", pa.int64(), nullable=False),
+        pa.field("time", pa.float64(), nullable=False),
+        pa.field("kind", pa.string(), nullable=False),
+        pa.field("body", pa.string(), nullable=False),
+        pa.field("blob", pa.binary()),
+        pa.field("header", pa.string()),
+        pa.field("digest", pa.string()),
+    ]
+)
+_OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
+_encode = msgspec.json.Encoder().encode
+
+
+# ---------------------------------------------------------------------- one archive
+
+
+def table_of(segments: Sequence[Segment]) -> pa.Table:
+    """The rows of segments that follow each other."""
+    columns: dict[str, list[Any]] = {name: [] for name in _SCHEMA.names}
+    for segment in segments:
+        for row in segment.rows:
+            first = row.seq == segment.header.first
+            columns["slot"].append(segment.header.slot)
+            columns["seq"].append(row.seq)
+            columns["time"].append(row.time)
+            columns["kind"].append(KIND_OF[type(row.record)])
+            columns["body"].append(_encode(row.record).decode())
+            columns["blob"].append(row.blob)
+            columns["header"].append(_encode(segment.header).decode() if first else None)
+            columns["digest"].append(segment.digest if first else None)
+    return pa.Table.from_pydict(columns, schema=_SCHEMA)
+
+
+def encode_archive(table: pa.Table) -> bytes:
+    sink = pa.BufferOutputStream()
+    with pa.ipc.new_file(sink, _SCHEMA, options=_OPTIONS) as writer:
+        writer.write_table(table.combine_chunks())
+    return sink.getvalue().to_pybytes()
+
+
+def read_table(store: Store, run: str, name: str) -> pa.Table:
+    """The rows of an archive, its digest proven. Raises `ArtifactCorrupt`."""
+    key, archive = RunPaths(run).archive(name), Archive.of(name)
+
+    def prove(data: bytes) -> bytes:
+        actual = hashlib.sha256(data).hexdigest()
+        if actual != archive.digest:
+            raise _corrupt(f"{key} has sha256 {actual[:16]}…", f"sha256 {archive.digest[:16]}…", "digest")
+        return data
+
+    try:
+        data = read_proven(store, key, prove)
+    except ObjectMissing as error:
+        raise _corrupt(f"{key} is missing", "the archive that the journal names", "missing") from error
+    return pa.ipc.open_file(pa.py_buffer(data)).read_all()
+
+
+def read_archive(store: Store, run: str, name: str, start: int = 0) -> Iterator[Segment]:
+    """The segments of an archive from slot `start` on, in order. Raises `ArtifactCorrupt`, `SchemaUnsupported`."""
+    table, archive, where = read_table(store, run, name), Archive.of(name), RunPaths(run).archive(name)
+    slot = archive.first
+    for header, digest, rows in _pieces(table, where):
+        if (header.run, header.slot) != (run, slot):
+            found = f"slot {header.slot} of run {header.run!r}"
+            raise _corrupt(f"{where} goes on with {found}", f"slot {slot} of run {run!r}", "mixed_cut")
+        slot += 1
+        if header.slot >= start:
+            yield whole_segment(header, [_row(row, where) for row in rows], digest, where)
+    if slot != archive.end:
+        raise _corrupt(f"{where} ends before slot {slot}", f"slots up to {archive.end}", "mixed_cut")
+
+
+def _pieces(table: pa.Table, where: str) -> Iterator[tuple[Header, str, list[tuple[Any, ...]]]]:
+    """Header, digest and raw rows of each segment."""
+    columns: list[list[Any]] = [table.column(name).to_pylist() for name in _SCHEMA.names[1:]]
+    found: tuple[Header, str, list[tuple[Any, ...]]] | None = None
+    for *row, header, digest in zip(*columns, strict=True):
+        if header is not None:
+            if found is not None:
+                yield found
+            found = decode_header(header, where), digest, []
+        if found is None:
+            raise _corrupt(f"{where} begins within a segment", "whole segments", "mixed_cut")
+        found[2].append(tuple(row))
+    if found is not None:
+        yield found
+
+
+def _row(row: tuple[Any, ...], where: str) -> Row:
+    seq, time, kind, body, blob = row
+    return Row(seq, time, decode_record(kind, body, where), blob)
+
+
+def _corrupt(found: str, expected: str, code: str) -> ArtifactCorrupt:
+    return ArtifactCorrupt(
+        found, expected=expected, action="restore the object from a copy, or fork from the last good position",
+        code=code,
+    )  # fmt: skip
+
+
+# ---------------------------------------------------------------------- merging
+
+
+def _level(size: int) -> int:
+    return max(0, math.ceil(math.log(max(1, size) / SMALL, FANOUT)))
+
+
+def to_merge(sizes: Iterable[int]) -> int:
+    """How many of the newest archives become one; 0 when none. `sizes` in bytes, the newest first."""
+    counts = [0] * (_level(LARGE) + 1)
+    reach = 0
+    for size in sizes:
+        reach = max(reach, _level(size))
+        if reach >= len(counts):
+            break
+        for level in range(reach, len(counts)):
+            counts[level] += 1
+    return next((count for count in counts if count >= FANOUT), 0)
+
+
+class Historian:
+    """Writes the archives of one run. It remembers how large they are."""
+
+    def __init__(self, store: Store, run: str) -> None:
+        self._store, self._run = store, run
+        self._sizes: dict[str, int] = {}
+
+    def extend(self, history: Sequence[str], segments: Sequence[Segment]) -> str:
+        """Archive the segments that follow those in `history`, together with small archives before them where it is
+        time; returns the archive's name. Deletes nothing; may be repeated. Raises what reading an archive raises."""
+        older, table = list(history), table_of(segments)
+        first = segments[0].header.slot
+        data = encode_archive(table)
+        while count := to_merge([len(data), *map(self._size, reversed(older[-FANOUT * FANOUT :]))]):
+            merged, older = older[1 - count :], older[: 1 - count]
+            first = Archive.of(merged[0]).first
+            table = pa.concat_tables([*(read_table(self._store, self._run, one) for one in merged), table])
+            data = encode_archive(table)
+        name = Archive(first, segments[-1].header.slot + 1, hashlib.sha256(data).hexdigest()).name
+        create_same(self._store, RunPaths(self._run).archive(name), data)
+        self._sizes = {one: size for one, size in self._sizes.items() if one in older} | {name: len(data)}
+        return name
+
+    def _size(self, name: str) -> int:
+        if name not in self._sizes:
+            self._sizes[name] = self._store.size(RunPaths(self._run).archive(name)) or 0
+        return self._sizes[name]
+
+
+# ---------------------------------------------------------------------- the whole journal
+
+
+def history_of(store: Store, run: str) -> list[str]:
+    """Names of the archives of a run, in order, up to the newest recorded snapshot. Raises `ArtifactCorrupt`."""
+    num_siblings = open_run(store, run).num_siblings
+    later: list[LedgerSnapshot] = []
+    problem: ArtifactCorrupt | None = None
+    for record in _recorded(store, run):
+        later.append(record)
+        try:
+            names = read_snapshot(store, run, record, num_siblings).history
+        except ArtifactCorrupt as error:
+            problem = error
+            continue
+        for one in reversed(later):
+            names = amended(names, one.archive) if one.archive else names
+        return names
+    if problem is not None:
+        raise problem
+    return []
+
+
+def _recorded(store: Store, run: str) -> Iterator[LedgerSnapshot]:
+    """As `recorded_snapshots`, from the newest segment that can be read on: each points to the newest snapshot."""
+    low = read_low(store, run)
+    end = find_end(store, run, low)
+    for slot in range(end - 1, low - 1, -1):
+        try:
+            read_segment(store, run, slot)
+        except ArtifactCorrupt:
+            continue
+        return recorded_snapshots(store, run, slot + 1)
+    return iter(())
+
+
+def read_all(store: Store, run: str) -> Iterator[Segment]:
+    """Every segment of a journal from the first on, proving chain and sequence: retired ones from the history.
+
+    Raises `ArtifactCorrupt`, `SchemaUnsupported`. What is retired or merged meanwhile is looked up again.
+    """
+    tail, tried = Tail(), -1
+    while True:
+        try:
+            for segment in _from(store, run, tail):
+                yield segment
+                tail = after(segment)
+            return
+        except (SlotsRetired, ArtifactCorrupt) as error:
+            moved = isinstance(error, SlotsRetired) or error.code == "missing"
+            if not moved or tried == tail.slot:
+                raise  # looked up again, and still not there
+            tried = tail.slot
+
+
+def _from(store: Store, run: str, tail: Tail) -> Iterator[Segment]:
+    if tail.slot < read_low(store, run):
+        for name in history_of(store, run):
+            archive = Archive.of(name)
+            if archive.end <= tail.slot:
+                continue
+            for segment in read_archive(store, run, name, tail.slot):
+                check_follows(segment, tail, RunPaths(run).archive(name))
+                yield segment
+                tail = after(segment)
+            if tail.slot >= read_low(store, run):
+                break
+    yield from read_journal(store, run, tail)
+
+
+def archived_rows(store: Store, run: str, slot: int) -> dict[int, list[Row]]:
+    """By slot, the rows with bytes in the archive that holds `slot`; empty when none does."""
+    for name in history_of(store, run):
+        archive = Archive.of(name)
+        if archive.first <= slot < archive.end:
+            return {
+                segment.header.slot: [row for row in segment.rows if row.blob is not None]
+                for segment in read_archive(store, run, name)
+            }
+    return {}
