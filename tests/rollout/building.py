@@ -16,10 +16,12 @@ from storage.filesystem import Store
 from storage.journal import Frozen, JournalWriter, claim, read_journal, rows_of, store_frozen
 from storage.memory import MemoryStore
 from storage.payload import TurnRow, VersionSpan, encode_block
+from storage.retention import Retention
 from storage.runs import create_run, make_run
 from storage.schema import AttemptAbandoned, Record
 
 RUN = "r"
+RETENTION = Retention(last=3, every=0, payload="keep", pin_s=60.0)
 
 
 def limits(**changes: object) -> Limits:
