@@ -59,9 +59,10 @@ class Bench:
         store: Store | None = None,
         created: bool = False,
         suites: Sequence[Suite] = (),
+        retention: Retention = RETENTION,
         **changes: object,
     ) -> None:
-        self.suites = suites
+        self.suites, self.retention = suites, retention
         self.limits = limits(**changes)
         self.clock = VirtualClock()
         self.store = store or MemoryStore()
@@ -84,7 +85,7 @@ class Bench:
         self.frozen: Frozen | None = None
         self.control = RolloutControl(
             claimed.ledger, self.writer, self.limits, self.clock, length=self.length, group_filter=self.group_filter,
-            judged_outside=self.judged_outside, suites=self.suites,
+            judged_outside=self.judged_outside, suites=self.suites, retention=self.retention,
         )  # fmt: skip
 
     def judge_outside(self) -> None:
