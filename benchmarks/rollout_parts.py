@@ -21,6 +21,7 @@ from storage.clock import SystemClock
 from storage.filesystem import Store
 from storage.ledger import Policy
 from storage.payload import TurnRow, VersionSpan, encode_block
+from storage.retention import Retention
 from storage.runs import create_run, make_run
 
 RUN = "bench"
@@ -76,7 +77,7 @@ def make_manager(store: Store, limits: Limits) -> RolloutManager:
         info,
         limits,
         SystemClock(),
-        ManagerSettings(FlushSettings(0.25, 4 << 20, 5.0), 60.0, 300.0, 64),
+        ManagerSettings(FlushSettings(0.25, 4 << 20, 5.0), 60.0, 300.0, 64, Retention(3, 0, "keep", 60.0)),
         owner="bench",
         reason="start",
         length=None,

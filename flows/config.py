@@ -22,6 +22,7 @@ from flows.sections import (
     GenerationConfig,
     ModelConfig,
     Part,
+    RetentionConfig,
     RolloutConfig,
     StorageConfig,
     TrainingConfig,
@@ -49,6 +50,7 @@ from gpu.spec import (
 from gpu.training.settings import OptimizerSettings, TrainingSettings
 from storage.errors import ConfigurationRefused
 from storage.opening import open_store
+from storage.retention import Retention
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
 
@@ -66,6 +68,7 @@ class RunConfig(Part):
     evaluation: EvaluationConfig = EvaluationConfig()
     drain: DrainConfig = DrainConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    retention: RetentionConfig = RetentionConfig()
     storage: StorageConfig = StorageConfig()
     cluster: ClusterConfig = ClusterConfig()
     flow: FlowConfig = FlowConfig()
@@ -220,6 +223,7 @@ class RunConfig(Part):
                 cluster.driver_silence,
                 one.storage.commit_deadline,
                 one.storage.snapshot_every,
+                self.retention_settings(),
             ),
             fleet=FleetSettings(
                 generation.engines,
@@ -237,6 +241,10 @@ class RunConfig(Part):
             fingerprints=self.fingerprints(),
             settings=one.model_dump(mode="json"),
         )
+
+    def retention_settings(self) -> Retention:
+        one = self.retention
+        return Retention(one.last, one.every, one.payload, one.pin_hours * 3600)
 
     def _engine_spec(self) -> EngineSpec:
         one = self.generation

@@ -190,6 +190,25 @@ class CheckpointConfig(Part):
     strict_redo: bool = Field(default=False, description="Stop when a redone step comes to another state")
 
 
+class RetentionConfig(Part):
+    """What a run keeps. Ledger snapshots and the journal are no part of it."""
+
+    last: Annotated[int, Field(ge=2)] = Field(
+        default=3, description="Newest checkpoints kept: one to begin with, the others for when it is damaged"
+    )
+    every: Count = Field(
+        default=0, description="Also keep each checkpoint of a step that this divides, to fork from; 0: none"
+    )
+    payload: Literal["keep", "needed"] = Field(
+        default="keep",
+        description="Token files of settled groups: keep, so that verify proves all tokens for ever, or only what a"
+        " restore needs",
+    )
+    pin_hours: Annotated[float, Field(gt=0)] = Field(
+        default=24.0, description="A reader's pin on a checkpoint is ignored after so long"
+    )
+
+
 class ClusterConfig(Part):
     address: str = Field(
         default="auto", description="Ray address host:port; auto: RAY_ADDRESS, else a cluster of this process"

@@ -143,6 +143,12 @@ class UploadLost(StoreError):
     default_code = "upload_lost"
 
 
+class CheckpointRefused(StoreError):
+    """A checkpoint that rests on objects which somebody may still be deleting; the next one takes its place."""
+
+    default_code = "checkpoint_refused"
+
+
 class ArtifactCorrupt(TidegateError, ValueError):
     """A stored object is not what its digest, size, name or chain says."""
 

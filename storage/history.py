@@ -221,12 +221,12 @@ def _recorded(store: Store, run: str) -> Iterator[LedgerSnapshot]:
     return iter(())
 
 
-def read_all(store: Store, run: str) -> Iterator[Segment]:
-    """Every segment of a journal from the first on, proving chain and sequence: retired ones from the history.
+def read_all(store: Store, run: str, tail: Tail | None = None) -> Iterator[Segment]:
+    """Every segment of a journal from `tail` (the first) on, proving chain and sequence: retired ones from the history.
 
     Raises `ArtifactCorrupt`, `SchemaUnsupported`. What is retired or merged meanwhile is looked up again.
     """
-    tail, tried = Tail(), -1
+    tail, tried = tail or Tail(), -1
     while True:
         try:
             for segment in _from(store, run, tail):

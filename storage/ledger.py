@@ -29,7 +29,6 @@ from storage.errors import ReferenceInvalid, TwoOwners
 from storage.intervals import IntervalSet
 from storage.schema import Record
 
-RETAINED_CHECKPOINTS = 3
 UNKNOWN_VERSION = -1
 
 
@@ -208,6 +207,13 @@ class Ledger:
     weights_digest: str = ""
     steps: dict[int, Step] = field(default_factory=lambda: {})
     checkpoints: list[schema.CheckpointPublished] = field(default_factory=lambda: [])
+    """Those that a restore tries, oldest first; `steps` are those after the oldest."""
+    kept: list[schema.CheckpointPublished] = field(default_factory=lambda: [])
+    """Older ones that stay for forks and for people."""
+    retired: list[schema.CheckpointPublished] = field(default_factory=lambda: [])
+    """Those that nobody may begin to rely on, and that may be in the store still."""
+    retired_blocks: dict[str, None] = field(default_factory=lambda: {})
+    """Payload blocks of the same kind."""
     policy: Policy | None = None
     initial_weights: str = ""
     dispatched: int = 0
@@ -232,6 +238,8 @@ class Ledger:
     next_seq: int = 0
     idle_blocks: list[str] = field(default_factory=lambda: [])
     """Blocks that lost their last unsettled user; whoever keeps hot copies takes names from here."""
+    spent_files: dict[str, None] | None = None
+    """Blocks in files of their own that nothing needs any more, for whoever deletes them; None: nobody does."""
     _unplaced: deque[tuple[int, str]] = field(default_factory=lambda: deque[tuple[int, str]]())
 
     def placed(self, slot: int, last_seq: int) -> None:
@@ -375,6 +383,8 @@ class Ledger:
     def _drop_unused(self, name: str, block: Block) -> None:
         if not block.users and not block.retained:
             del self.blocks[name]
+            if self.spent_files is not None and not block.inline:
+                self.spent_files[name] = None
 
     def drop_work(self, rollout: Rollout) -> None:
         """Forget the durable turns and the seal of a rollout; its attempt numbers go on."""

@@ -9,7 +9,7 @@ from storage.buffers import NamedBuffer
 from storage.checkpoint import Manifest, read_buffers, read_manifest
 from storage.errors import RestoreRefused, StorageUnusable, StoreUnavailable, TidegateError
 from storage.filesystem import Store
-from storage.ledger import RETAINED_CHECKPOINTS, Block, Ledger, Step
+from storage.ledger import Block, Ledger, Step
 from storage.schema import CheckpointPublished
 
 
@@ -50,7 +50,7 @@ def plan_restore(ledger: Ledger, run: str) -> RestorePlan:
         step=ledger.step,
         state_digest=ledger.state_digest,
         checkpoints=tuple(reversed(ledger.checkpoints)),
-        genesis=ledger.counts["checkpoint_published"] <= RETAINED_CHECKPOINTS,
+        genesis=len(ledger.steps) == ledger.step,
         steps=dict(ledger.steps),
         blocks={name: ledger.blocks[name] for name in names},
     )
@@ -76,6 +76,6 @@ def load_base(store: Store, plan: RestorePlan, say: Callable[[str], None] = lamb
         return Base(0, None, {}, rejected)
     raise RestoreRefused(
         "; ".join(rejected) or "no checkpoint",
-        expected=f"one valid checkpoint among the newest {RETAINED_CHECKPOINTS}",
+        expected=f"one valid checkpoint among the newest {len(plan.checkpoints)}",
         action="restore the damaged objects from a copy, or fork from an older checkpoint",
     )

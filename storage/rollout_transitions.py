@@ -165,7 +165,7 @@ def attempt_abandoned(ledger: Ledger, seq: int, record: schema.AttemptAbandoned)
 
 
 def payload_stored(ledger: Ledger, seq: int, record: schema.PayloadStored) -> None:
-    if record.block in ledger.blocks:
+    if record.block in ledger.blocks or record.block in ledger.retired_blocks:
         raise TwoOwners(
             f"record {seq}: block {record.block!r} stored twice",
             expected="a new block name",

@@ -110,6 +110,7 @@ class RunPaths:
         self.objects = f"{self.root}/objects"
         self.checkpoints = f"{self.root}/checkpoints"
         self.metrics = f"{self.root}/metrics"
+        self.pins = f"{self.root}/pins"
 
     def segment(self, slot: int) -> str:
         return f"{self.journal}/{slot:012d}.arrow"
@@ -128,6 +129,9 @@ class RunPaths:
 
     def manifest(self, name: str) -> str:
         return f"{self.checkpoints}/{name}"
+
+    def pin(self, manifest: str, name: str) -> str:
+        return f"{self.pins}/{manifest}.{name}.json"
 
 
 def create_run(store: Store, info: RunInfo) -> None:

@@ -210,6 +210,23 @@ class CheckpointPublished(Record, frozen=True, forbid_unknown_fields=True):
     written: int
 
 
+class Retired(Record, frozen=True, forbid_unknown_fields=True):
+    """The checkpoints `manifests` and the payload blocks `blocks` have lost their meaning: nobody may begin to rely on
+    them, and they may be deleted. The checkpoints `kept` stay, for forks and for people: no restore begins there any
+    more. Steps up to the oldest checkpoint that is left are final."""
+
+    manifests: tuple[str, ...]
+    kept: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+
+class Deleted(Record, frozen=True, forbid_unknown_fields=True):
+    """These retired checkpoints and blocks are gone from the store."""
+
+    manifests: tuple[str, ...]
+    blocks: tuple[str, ...]
+
+
 class EvaluationDue(Record, frozen=True, forbid_unknown_fields=True):
     """The weights after `step`, the last committed one, are to be evaluated on these suites."""
 
@@ -296,6 +313,8 @@ KINDS: dict[str, type[Record]] = {
     "step_committed": StepCommitted,
     "step_redone": StepRedone,
     "checkpoint_published": CheckpointPublished,
+    "retired": Retired,
+    "deleted": Deleted,
     "evaluation_due": EvaluationDue,
     "evaluation_done": EvaluationDone,
     "ledger_snapshot": LedgerSnapshot,

@@ -63,6 +63,9 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     state_digest: str
     weights_digest: str
     checkpoints: list[schema.CheckpointPublished]
+    kept: list[schema.CheckpointPublished]
+    retired: list[schema.CheckpointPublished]
+    retired_blocks: list[str]
     policy: Policy | None
     initial_weights: str
     due: list[tuple[str, int]]
@@ -115,9 +118,10 @@ def ledger_rows(ledger: Ledger) -> list[SnapshotRow]:
     head = Head(
         ledger.num_siblings, ledger.incarnation, ledger.recipe, ledger.frontier, list(ledger.completed),
         ledger.consumed.intervals(), ledger.discarded.intervals(), ledger.lease, ledger.next_lease, ledger.step,
-        ledger.state_digest, ledger.weights_digest, ledger.checkpoints, ledger.policy, ledger.initial_weights,
-        list(ledger.due), sorted(ledger.evaluated), ledger.settings, ledger.snapshot, ledger.history, ledger.replaced,
-        ledger.finished, +ledger.counts, ledger.next_seq,
+        ledger.state_digest, ledger.weights_digest, ledger.checkpoints, ledger.kept, ledger.retired,
+        list(ledger.retired_blocks), ledger.policy, ledger.initial_weights, list(ledger.due), sorted(ledger.evaluated),
+        ledger.settings, ledger.snapshot, ledger.history, ledger.replaced, ledger.finished, +ledger.counts,
+        ledger.next_seq,
     )  # fmt: skip
     return [
         SnapshotRow("head", 0, "", _encode(head)),
@@ -208,12 +212,13 @@ def rebuild(rows: list[SnapshotRow]) -> Ledger:
     head, tables = _tables(rows)
     ledger = Ledger(head.num_siblings)
     for name in ("incarnation", "recipe", "frontier", "lease", "next_lease", "step", "state_digest", "weights_digest",
-                 "checkpoints", "policy", "initial_weights", "settings", "snapshot", "history",
+                 "checkpoints", "kept", "retired", "policy", "initial_weights", "settings", "snapshot", "history",
                  "replaced", "finished", "next_seq"):  # fmt: skip
         setattr(ledger, name, getattr(head, name))
     ledger.groups, ledger.steps, ledger.quarantined = tables["group"], tables["step"], tables["quarantined"]
     ledger.blocks, ledger.completed = tables["block"], dict.fromkeys(head.completed)
     ledger.consumed, ledger.discarded = IntervalSet.of(head.consumed), IntervalSet.of(head.discarded)
+    ledger.retired_blocks = dict.fromkeys(head.retired_blocks)
     ledger.due, ledger.evaluated = dict.fromkeys(head.due), set(head.evaluated)
     ledger.counts = Counter(head.counts)
     _count(ledger)

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from storage import evaluation_transitions as evaluations
+from storage import retention_transitions as retention
 from storage import rollout_transitions as rollouts
 from storage import schema
 from storage.archives import amended, end_of, whole
@@ -19,7 +20,6 @@ from storage.ledger import (
     GENERATING,
     LEASED,
     LIVE,
-    RETAINED_CHECKPOINTS,
     Lease,
     Ledger,
     Policy,
@@ -176,10 +176,6 @@ def _checkpoint_published(ledger: Ledger, seq: int, record: schema.CheckpointPub
             f"a committed step after {newest}, at the position of its commit",
         )
     ledger.checkpoints.append(record)
-    if len(ledger.checkpoints) > RETAINED_CHECKPOINTS:
-        ledger.checkpoints.pop(0)
-        for number in [number for number in ledger.steps if number <= ledger.checkpoints[0].step]:
-            ledger.forget_rows(ledger.steps.pop(number).lease)
 
 
 def _ledger_snapshot(ledger: Ledger, seq: int, record: schema.LedgerSnapshot) -> None:
@@ -230,6 +226,8 @@ TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
     schema.StepCommitted: _step_committed,
     schema.StepRedone: _step_redone,
     schema.CheckpointPublished: _checkpoint_published,
+    schema.Retired: retention.retired,
+    schema.Deleted: retention.deleted,
     schema.EvaluationDue: evaluations.evaluation_due,
     schema.EvaluationDone: evaluations.evaluation_done,
     schema.LedgerSnapshot: _ledger_snapshot,

@@ -8,6 +8,7 @@ itself and looks into the payloads.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
@@ -20,6 +21,7 @@ from storage.errors import (
     ArtifactCorrupt,
     LineageInvalid,
     ReferenceInvalid,
+    SlotsRetired,
     StalenessExceeded,
     StorageUnusable,
     StoreUnavailable,
@@ -27,7 +29,7 @@ from storage.errors import (
 )
 from storage.filesystem import Store
 from storage.history import history_of, read_all, read_archive
-from storage.journal import fold_segment, kept_snapshots, read_segment, recorded_snapshots
+from storage.journal import Tail, after, fold_segment, kept_snapshots, read_segment, recorded_snapshots, rows_of
 from storage.ledger import Block, Lease, Ledger, TrainedGroup
 from storage.low import read_low
 from storage.payload import TurnRow, decode_block
@@ -36,6 +38,8 @@ from storage.runs import RunInfo, open_run
 from storage.samples import assemble
 from storage.segment import Row, Segment
 from storage.snapshot import ledger_rows, read_rows
+
+log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -64,6 +68,10 @@ class Report:
     steps_redone: int = 0
     steps_diverged: int = 0
     checkpoints: int = 0
+    checkpoints_kept: int = 0
+    retired: int = 0
+    deleted: int = 0
+    payload_retired: int = 0
     snapshots: int = 0
     evaluations: int = 0
     evaluations_mixed: int = 0
@@ -99,6 +107,12 @@ class Auditor:
         """Payload files that no trained or unsettled group has led to yet."""
         self._digests = bytearray()
         self._claims: list[int] = []
+        self.retired: Counter[str] = Counter()
+        """How many checkpoints and blocks were `retired`, and how many are `deleted`."""
+        self._retired_blocks: set[str] = set()
+        self._unproven: dict[str, TidegateError] = {}
+        """Payload files that trained groups need and that cannot be read, and why: they may be retired later on."""
+        self.rows_unproven = 0
         self.snapshots: dict[int, schema.LedgerSnapshot] = {}
         """By slot: those that the ledger must equal, if they are there."""
         self.snapshots_proven = 0
@@ -120,10 +134,11 @@ class Auditor:
         self._digests += bytes.fromhex(segment.digest)
         for row in segment.rows:
             self._before(row)
-        fold_segment(self.ledger, segment)
-        for row in segment.rows:
-            if isinstance(row.record, schema.StepCommitted):
-                self._check_lease(self.ledger.steps[row.record.step].lease)
+        fold_segment(self.ledger, segment, self._after)
+
+    def _after(self, row: Row) -> None:
+        if isinstance(row.record, schema.StepCommitted):
+            self._check_lease(self.ledger.steps[row.record.step].lease)
 
     def audit_unsettled(self) -> None:
         """The durable turns of groups that are not settled yet. Raises what is wrong."""
@@ -133,10 +148,20 @@ class Auditor:
                     if (row.group, row.sibling) != (group.ordinal, sibling):
                         raise _conflict(group.ordinal, sibling, f"a row of {row.group}/{row.sibling}", "its own rows")
 
-    def audit_unread(self) -> None:
-        """Payload files of work that came to nothing. Raises what is wrong."""
+    def audit_unread(self, retired_since: Callable[[], set[str]]) -> None:
+        """Payload files that nothing led to, and those that could not be read: a retired one need not be there, also
+        when it was retired since the audit came to the journal's end. Raises what is wrong."""
+        wrong = {name: error for name, error in self._unproven.items() if name not in self._retired_blocks}
         for name, record in self._unread.items():
-            self._reader.block_rows(name, Block(record.digest, record.size, inline=False))
+            if name not in self._retired_blocks:
+                try:
+                    self._reader.block_rows(name, Block(record.digest, record.size, inline=False))
+                except (ReferenceInvalid, ArtifactCorrupt) as error:
+                    wrong[name] = error
+        later = retired_since() if wrong else set[str]()
+        for name, error in wrong.items():
+            if name not in later:
+                raise error
 
     def audit_history(self, low: int) -> None:
         """Archives of segments that are still in the journal hold those, and a claim stays there for ever. Raises what
@@ -207,6 +232,11 @@ class Auditor:
             self._weights.setdefault(record.digest, set()).add(record.number)
         elif isinstance(record, schema.EvaluationDone):
             self._check_evaluated(record)
+        elif isinstance(record, schema.Retired):
+            self.retired["retired"] += len(record.manifests) + len(record.blocks)
+            self._retired_blocks.update(record.blocks)
+        elif isinstance(record, schema.Deleted):
+            self.retired["deleted"] += len(record.manifests) + len(record.blocks)
         elif isinstance(record, schema.PayloadStored):
             if row.blob is not None:
                 self._reader.remember(record.block, decode_block(row.blob, record.digest, record.block))
@@ -228,12 +258,31 @@ class Auditor:
 
     def _check_lease(self, lease: Lease) -> None:
         for group in lease.groups:
+            if not self._readable([row for references in group.rows for row in references]):
+                self._check_staleness(lease, group.ordinal, group.oldest, group.oldest)
+                continue
             slots = [self._rows(references) for references in group.rows]
             self._check_samples(slots, group)
             rows = [row for slot in slots for row in slot]
             self._check_versions(rows, lease.version)
             oldest = min(lease.version, *(row.oldest for row in rows))
             self._check_staleness(lease, group.ordinal, oldest, group.oldest)
+
+    def _readable(self, references: Sequence[tuple[str, int]]) -> bool:
+        """Whether the payload files of these rows can be read. If not, what they hold cannot be proven: that is fine
+        if they turn out to be retired."""
+        for name in {name: None for name, _ in references}:
+            block = self.ledger.blocks[name]
+            if block.inline or name in self._unproven:
+                continue
+            try:
+                self._reader.block_rows(name, block)
+            except (ReferenceInvalid, ArtifactCorrupt) as error:
+                self._unread.pop(name, None)
+                self._unproven[name] = error
+        unproven = sum(name in self._unproven for name, _ in references)
+        self.rows_unproven += unproven
+        return not unproven
 
     def _check_samples(self, slots: list[list[TurnRow]], group: TrainedGroup) -> None:
         """The slots and samples of a trained group are those that were sealed."""
@@ -285,13 +334,14 @@ def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: Non
     info = open_run(store, run)
     auditor = Auditor(store, info)
     report = Report(run, staleness_bound=info.staleness)
-    sound, low = True, 0
+    sound, low, tail = True, 0, Tail()
     try:
         low = report.segments_retired = read_low(store, run)
         auditor.snapshots = {record.slot: record for record in recorded_snapshots(store, run)}
         for segment in read_all(store, run):
             auditor.count(segment)
             report.segments += 1
+            tail = after(segment)
             if report.segments % 200 == 0:
                 say(f"op=verify phase=journal segments={report.segments} step={auditor.ledger.step}")
             if sound:
@@ -302,9 +352,9 @@ def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: Non
         report.problems.append(str(error))
     if sound:
         _try(report, auditor.audit_unsettled)
-        _try(report, auditor.audit_unread)
+        _try(report, lambda: auditor.audit_unread(lambda: _retired_since(store, run, tail)))
         _try(report, lambda: auditor.audit_history(low))
-        _check_checkpoints(store, run, auditor.ledger, report, say)
+        _check_checkpoints(store, run, auditor.ledger, tail, report, say)
     _fill(report, auditor)
     return report
 
@@ -320,10 +370,33 @@ def _try(report: Report, check: Callable[[], None]) -> bool:
         return False
 
 
-def _check_checkpoints(store: Store, run: str, ledger: Ledger, report: Report, say: Callable[[str], None]) -> None:
-    for record in ledger.checkpoints:
+def _check_checkpoints(
+    store: Store, run: str, ledger: Ledger, tail: Tail, report: Report, say: Callable[[str], None]
+) -> None:
+    """Those that restores try, and those that are kept for forks. `tail` is where the ledger ends."""
+    for record in (*ledger.kept, *ledger.checkpoints):
         say(f"op=verify phase=checkpoint step={record.step} bytes={record.size}")
-        _try(report, lambda record=record: _check_checkpoint(store, run, ledger, record))
+        try:
+            _check_checkpoint(store, run, ledger, record)
+        except ArtifactCorrupt as error:
+            if record.manifest not in _retired_since(store, run, tail):
+                report.problems.append(str(error))
+        except (StoreUnavailable, StorageUnusable):
+            raise
+        except TidegateError as error:
+            report.problems.append(str(error))
+
+
+def _retired_since(store: Store, run: str, tail: Tail) -> set[str]:
+    """Checkpoints and blocks that a run which goes on has retired after `tail`: they may be gone."""
+    found: set[str] = set()
+    try:
+        for row in rows_of(read_all(store, run, tail)):
+            if isinstance(row.record, schema.Retired):
+                found.update(row.record.manifests, row.record.blocks)
+    except (ArtifactCorrupt, SlotsRetired) as error:
+        log.warning("op=verify phase=retired_since decision=take_what_was_read reason=%s", error)
+    return found
 
 
 def _check_checkpoint(store: Store, run: str, ledger: Ledger, record: schema.CheckpointPublished) -> None:
@@ -363,7 +436,9 @@ def _fill(report: Report, auditor: Auditor) -> None:
         counts["rollouts_regenerated"],
     )
     report.steps_redone, report.steps_diverged = counts["step_redone"], counts["steps_diverged"]
-    report.checkpoints = counts["checkpoint_published"]
+    report.checkpoints, report.checkpoints_kept = counts["checkpoint_published"], len(ledger.kept)
+    report.retired, report.deleted = auditor.retired["retired"], auditor.retired["deleted"]
+    report.payload_retired = auditor.rows_unproven
     report.snapshots = auditor.snapshots_proven
     again = [key for key, times in auditor.evaluated.items() if times > 1]
     if again:

@@ -24,12 +24,14 @@ from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
 from storage.journal import JournalWriter
 from storage.ledger import RESERVED, UNKNOWN_VERSION, Group, Ledger, Recipe
 from storage.quarantine import check_release
+from storage.retention import Retention, plan
 
 
 class RolloutControl:
     """`length` is the number of ordinals of the source, None when endless; `group_filter` judges finished groups, at
     once, or with `judged_outside` wherever the wrapper runs it (`results.begin_judging`, `judge`, `judging_failed`);
-    `suites` are evaluated."""
+    `suites` are evaluated; what a `retention` does not keep is retired with each checkpoint, without one nothing
+    is."""
 
     def __init__(
         self,
@@ -42,9 +44,11 @@ class RolloutControl:
         group_filter: GroupFilter = keep_all,
         judged_outside: bool = False,
         suites: Sequence[Suite] = (),
+        retention: Retention | None = None,
     ) -> None:
+        ledger.spent_files = {} if retention is not None and retention.payload == "needed" else None
         self.books = Books(ledger, journal, clock, limits.max_hot_bytes)
-        self.limits = limits
+        self.limits, self._retention = limits, retention
         self.admission = Admission(clock)
         self.plain = Plain(limits, ledger.incarnation, self._plain_ended)
         self.scheduler = Scheduler(self.books, limits, self.admission, length, self.plain)
@@ -152,11 +156,23 @@ class RolloutControl:
         return matches
 
     def publish_checkpoint(self, step: int, manifest: str, digest: str, size: int, written: int) -> int:
-        """The checkpoint of a committed step is complete in the store. Idempotent by step."""
+        """The checkpoint of a committed step is complete in the store; others lose their meaning. Idempotent by
+        step."""
         if any(found.step >= step for found in self.ledger.checkpoints):
             return self.books.journal.last_seq
         position = self.ledger.steps[step].seq if step in self.ledger.steps else -1
-        return self.books.record(schema.CheckpointPublished(step, position, manifest, digest, size, written))
+        self.books.record(schema.CheckpointPublished(step, position, manifest, digest, size, written))
+        return self._retire()
+
+    def _retire(self) -> int:
+        """Returns the sequence number to wait for."""
+        spent = self.ledger.spent_files or {}
+        planned = plan(self.ledger, self._retention, spent) if self._retention else None
+        if planned is not None:
+            self.books.record(planned)
+            for name in planned.blocks:
+                del spent[name]
+        return self.books.journal.last_seq
 
     # ------------------------------------------------------------------ quarantine
 

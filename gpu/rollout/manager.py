@@ -8,6 +8,7 @@ waiter at once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import uuid
 from collections.abc import Callable, Coroutine, Sequence
@@ -30,6 +31,7 @@ from gpu.rollout.operations import Operations
 from gpu.rollout.pausing import Pausing
 from gpu.rollout.people_calls import PeopleCalls
 from gpu.rollout.results import GroupFilter
+from gpu.rollout.retaining import Retaining
 from gpu.rollout.signal import Signal, wait_event
 from gpu.rollout.waits import Waits
 from gpu.rollout.watchdog import Watchdog
@@ -39,6 +41,7 @@ from storage.filesystem import Store
 from storage.journal import JournalWriter, claim
 from storage.ledger import UNDECLARED, Ledger, Policy, Recipe
 from storage.restore import RestorePlan, plan_restore
+from storage.retention import Retention
 from storage.runs import RunInfo
 from storage.schema import CheckpointPublished
 
@@ -52,6 +55,7 @@ class ManagerSettings:
     driver_silence_s: float
     commit_deadline_s: float
     snapshot_every: int
+    retention: Retention
 
 
 class RolloutManager(EvaluationCalls, PeopleCalls):
@@ -83,6 +87,7 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         self.engines = EngineControl()
         self.archiving = Archiving(self, settings.snapshot_every)
         self.archive: Archive | None = None
+        self.retaining = Retaining(self, store, settings.retention, clock)
 
     # ------------------------------------------------------------------ life
 
@@ -95,6 +100,7 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         loops = [
             self.committer.run(),
             self.watchdog.run(),
+            self.retaining.run(),
             *([judge_groups(self, self._judge)] if self._judge else []),
             *([self.archiving.run(self.archive)] if self.archive else []),
         ]
@@ -304,9 +310,14 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
     async def publish_checkpoint(
         self, caller: Caller, step: int, manifest: str, digest: str, size: int, written: int
     ) -> None:
+        """The captured state is complete in the store; returns when that is durable. May be repeated. Raises
+        `CheckpointRefused`."""
         with self.callers.call(caller):
+            flight = self.retaining.flight
+            await self.retaining.check(manifest, digest)
             seq = self.control.publish_checkpoint(step, manifest, digest, size, written)
             await self._durable(seq, f"the checkpoint of step {step}")
+            self.retaining.published(flight)
 
     # ------------------------------------------------------------------ driver: restore and end
 
@@ -324,12 +335,16 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         return matches
 
     async def newest_checkpoint(self, caller: Caller) -> CheckpointPublished | None:
-        self.callers.check(caller)
+        """What a publication that begins now may refer to."""
+        await self.retaining.begin(caller)
         return self.control.ledger.checkpoints[-1] if self.control.ledger.checkpoints else None
 
     async def finish(self, caller: Caller, reason: str) -> None:
         """Settle what is left, close for good. May be repeated."""
         with self.callers.call(caller):
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(self._settings.commit_deadline_s):
+                    await self.retaining.settled()  # nothing can be recorded after the end
             await self._durable(self.control.finish(reason), "the end of the run")
 
 
@@ -366,6 +381,7 @@ def open_manager(
         group_filter=group_filter,
         judged_outside=judged_outside,
         suites=suites,
+        retention=settings.retention,
     )
     control.declare(recipe)
     judge = group_filter if judged_outside else None

@@ -7,6 +7,7 @@ from gpu.rollout.calls import Callers
 from gpu.rollout.committer import Committer
 from gpu.rollout.control import RolloutControl
 from gpu.rollout.engine_control import EngineControl
+from gpu.rollout.retaining import Retaining
 from gpu.rollout.signal import Signal
 from gpu.rollout.waits import Waits
 from gpu.rollout.watchdog import Watchdog
@@ -26,6 +27,7 @@ class ManagerParts:
     committer: Committer
     watchdog: Watchdog
     archiving: Archiving
+    retaining: Retaining
     _clock: Clock
 
     async def _durable(self, seq: int, what: str) -> None:

@@ -50,5 +50,10 @@ class PeopleCalls(ManagerParts):
                 "since_snapshot": self.archiving.lag,
                 "snapshot_problem": self.archiving.problem,
             },
+            "retention": {
+                "kept": [one.step for one in self.control.ledger.kept],
+                "retired": [one.step for one in self.control.ledger.retired],
+                "problem": self.retaining.problem,
+            },
             "fatal": str(self.callers.fatal or ""),
         }

@@ -17,10 +17,12 @@ from storage.history import read_all
 from storage.journal import Frozen, JournalWriter, claim, rows_of, store_frozen
 from storage.memory import MemoryStore
 from storage.payload import TurnRow, VersionSpan, encode_block
+from storage.retention import Retention
 from storage.runs import create_run, make_run
 from storage.schema import AttemptAbandoned, Record
 
 RUN = "r"
+RETENTION = Retention(last=3, every=0, payload="keep", pin_s=60.0)
 
 
 def limits(**changes: object) -> Limits:
@@ -58,9 +60,10 @@ class Bench:
         store: Store | None = None,
         created: bool = False,
         suites: Sequence[Suite] = (),
+        retention: Retention = RETENTION,
         **changes: object,
     ) -> None:
-        self.suites = suites
+        self.suites, self.retention = suites, retention
         self.limits = limits(**changes)
         self.clock = VirtualClock()
         self.store = store or MemoryStore()
@@ -83,7 +86,7 @@ class Bench:
         self.frozen: Frozen | None = None
         self.control = RolloutControl(
             claimed.ledger, self.writer, self.limits, self.clock, length=self.length, group_filter=self.group_filter,
-            judged_outside=self.judged_outside, suites=self.suites,
+            judged_outside=self.judged_outside, suites=self.suites, retention=self.retention,
         )  # fmt: skip
 
     def judge_outside(self) -> None:

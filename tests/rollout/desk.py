@@ -19,9 +19,10 @@ from storage.errors import EngineFailed, StoreUnavailable
 from storage.filesystem import Bytes
 from storage.ledger import Policy
 from storage.memory import MemoryStore
+from storage.retention import Retention
 from storage.runs import create_run, make_run
 from storage.schema import LedgerSnapshot
-from tests.rollout.building import RUN, limits
+from tests.rollout.building import RETENTION, RUN, limits
 
 
 class Engines(EngineControl):
@@ -86,14 +87,14 @@ class Outage(MemoryStore):
 class Desk:
     """A manager with one driver and one worker at hand."""
 
-    def __init__(self, length: int | None = None, **changes: object) -> None:
+    def __init__(self, length: int | None = None, retention: Retention = RETENTION, **changes: object) -> None:
         self.store = Outage()
         self.engines = Engines()
         self.limits = limits(**changes)
         n, staleness = self.limits.num_siblings, self.limits.staleness
         info = make_run(run=RUN, created=0.0, num_siblings=n, staleness=staleness, fingerprints={}, settings={})
         create_run(self.store, info)
-        settings = ManagerSettings(FlushSettings(0.01, 1 << 20, 0.05), 60.0, 0.3, 8)
+        settings = ManagerSettings(FlushSettings(0.01, 1 << 20, 0.05), 60.0, 0.3, 8, retention)
         self.manager = open_manager(
             self.store, info, self.limits, SystemClock(), settings, owner="first", reason="start", length=length,
             group_filter=keep_all,

@@ -18,7 +18,7 @@ from storage.memory import MemoryStore
 from storage.runs import create_run, make_run
 from storage.verify import verify
 from tests.faults.house import until
-from tests.rollout.building import RUN, Bench, limits
+from tests.rollout.building import RETENTION, RUN, Bench, limits
 from tests.rollout.desk import Engines
 
 
@@ -137,8 +137,8 @@ async def finished_groups(work: GroupFilter, count: int) -> dict[str, object]:
         make_run(run=RUN, created=0.0, num_siblings=2, staleness=None, fingerprints={}, settings={}),
         limits(staleness=None, max_executing=100, max_completed=50, max_retained=50, max_postprocessing=2,
                backoff_base_s=0.05),
-        SystemClock(), ManagerSettings(FlushSettings(0.01, 1 << 20, 0.05), 60.0, 5.0, 64), owner="o", reason="start",
-        length=count, group_filter=work, judged_outside=True,
+        SystemClock(), ManagerSettings(FlushSettings(0.01, 1 << 20, 0.05), 60.0, 5.0, 64, RETENTION),
+        owner="o", reason="start", length=count, group_filter=work, judged_outside=True,
     )  # fmt: skip
     manager.engines = Engines()
     manager.start()

@@ -60,6 +60,8 @@ class Drivers:
         self._replaced: list[tuple[Iterator[bool], int]] = []
         self._attempt = 0
         self._issued: set[int] = set()
+        self.publishing = False
+        """A publication that may come to count is under way, or its driver died."""
         self.trainer = Trainer()
         self.trained_staleness: list[int] = []
 
@@ -99,7 +101,7 @@ class Drivers:
     def manager_lost(self, *, trainer_too: bool) -> None:
         if self._driver is not None:
             self._replaced.append((self._driver, self._attempt))
-        self._driver = None
+        self._driver, self.publishing = None, False
         if trainer_too:
             self.trainer = Trainer(alive=False)
 
@@ -200,9 +202,11 @@ class Drivers:
         if control.ledger.step != step or not buffers:
             return
         capture = capture_of(step, digest, digest, "{}", buffers)
+        self.publishing = True
         written = ThreadPublisher(self._world.store).publish(RUN, control.ledger.incarnation, capture, None)
         yield from self._pause(caller)
         yield from self._durable(caller, control.publish_checkpoint(step, *written))
+        self.publishing = False
         self._world.tally["checkpoints"] += 1
 
     def _restore(self, control: RolloutControl) -> None:

@@ -76,6 +76,11 @@ class SimStore(MemoryStore):
             return False
         return True
 
+    def delete(self, keys: Iterable[str]) -> list[str]:
+        chosen = {key: self.faults and self._rng.random() < 0.1 for key in keys}
+        super().delete([key for key, refused in chosen.items() if not refused])
+        return [key for key, refused in chosen.items() if refused]
+
     # ------------------------------------------------------------------ what the world does with it
 
     def keys(self, part: str) -> list[str]:

@@ -16,6 +16,7 @@ from gpu.rollout.results import keep_all, zero_variance
 from storage.archivist import Archivist
 from storage.clock import VirtualClock
 from storage.errors import RunFenced
+from storage.retention import Deletion, Doomed, Retention
 from storage.runs import create_run, make_run
 from storage.verify import Report as VerifyReport
 from storage.verify import verify
@@ -65,6 +66,10 @@ class World:
         self.idle: list[Callable[[], bool]] = []
         self.archivist = Archivist(self.store, RUN, self.limits.num_siblings)
         self.snapshot_every = self.rng.choice(shape.snapshot_every)
+        dice = random.Random(f"retention {seed}")
+        self.retention = Retention(
+            dice.choice([2, 3]), dice.choice([0, 0, 2, 3]), dice.choice(["keep", "needed"]), 60.0
+        )
         self._recorded = -1
         create_run(
             self.store,
@@ -112,6 +117,22 @@ class World:
         self.tally["snapshots_written"] += 1
         if self.rng.random() < 0.9:
             self.control.books.record(written)
+        return True
+
+    def retain(self) -> bool:
+        """What is retired goes, if it is allowed to; some keys cannot be deleted now, and it may be stopped in its
+        middle. The record may get lost with the manager."""
+        control = self.control
+        retired_durably = self.manager.writer.durable_seq == self.manager.writer.last_seq
+        if self.drivers.publishing or not retired_durably or not Doomed.of(control.ledger) or control.ledger.finished:
+            return False
+        go_on = (lambda: self.rng.random() < 0.9) if self.faults else (lambda: True)
+        deletion = Deletion(self.store, RUN, Doomed.of(control.ledger), self.retention, self.clock, go_on)
+        deletion.run()
+        if (gone := deletion.deleted) is None:
+            return False
+        control.books.record(gone)
+        self.tally["retired_deleted"] += len(gone.manifests) + len(gone.blocks)
         return True
 
     # ------------------------------------------------------------------ faults
@@ -204,6 +225,8 @@ class World:
             moves.append(self.judges.work)
         if self.snapshot_every:
             moves.append(self.archive)
+        if self.control.ledger.retired or self.control.ledger.retired_blocks:
+            moves.append(self.retain)
         return moves
 
     def run(self, chaos: int, limit: int = LIMIT) -> VerifyReport:

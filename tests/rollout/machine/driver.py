@@ -222,6 +222,12 @@ class Driver(World):
         TALLY["holds expired"] += len(late)
         self._ended(late)
 
+    def delete_retired(self, rng: random.Random) -> None:
+        """Some of the retired checkpoints are gone."""
+        gone = tuple(name for name in sorted(self.oracle.retired) if rng.random() < 0.5)
+        if gone and not self.oracle.finished:
+            self.control.books.record(schema.Deleted(gone, ()))
+
     # ------------------------------------------------------------------ people
 
     def release_from_quarantine(self, rng: random.Random) -> None:

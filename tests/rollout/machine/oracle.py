@@ -83,6 +83,9 @@ class Oracle:
         self.lease: schema.LeaseIssued | None = None
         self.states: dict[int, tuple[int, str, str]] = {}
         self.frontier = self.incarnation = self.step = self.checkpoint = self.snapshot = 0
+        self.tried: dict[str, int] = {}
+        self.kept: dict[str, int] = {}
+        self.retired: dict[str, int] = {}
         self.due: set[tuple[str, int]] = set()
         self.evaluated: set[tuple[str, int]] = set()
         self.recovery = "sibling"
@@ -136,6 +139,13 @@ class Oracle:
         assert ledger.live == sum([slot.live for group in self.groups.values() for slot in group.slots])
         assert ledger.dispatched == self.dispatched
         assert (ledger.step, ledger.incarnation) == (self.step, self.incarnation)
+        for shown, known in (
+            (ledger.checkpoints, self.tried),
+            (ledger.kept, self.kept),
+            (ledger.retired, self.retired),
+        ):
+            assert {one.manifest: one.step for one in shown} == known
+        assert all(step > min(self.tried.values(), default=0) for step in ledger.steps)
         assert (set(ledger.due), ledger.evaluated) == (self.due, self.evaluated)
         assert not any(group.whole and group.lost for group in self.groups.values()), "redone whole"
         assert (ledger.lease.lease if ledger.lease else None) == (self.lease.lease if self.lease else None)
@@ -305,6 +315,20 @@ class Oracle:
     def _checkpoint_published(self, record: schema.CheckpointPublished) -> None:
         assert self.checkpoint < record.step <= self.step
         self.checkpoint = record.step
+        self.tried[record.manifest] = record.step
+
+    def _retired(self, record: schema.Retired) -> None:
+        for name in record.manifests:
+            self.retired[name] = self.tried.pop(name) if name in self.tried else self.kept.pop(name)
+        for name in record.kept:
+            self.kept[name] = self.tried.pop(name)
+        assert self.checkpoint in self.tried.values(), "the newest is never retired"
+        left = min(self.tried.values())
+        assert left > max([*self.kept.values(), *self.retired.values()]), "the oldest go"
+
+    def _deleted(self, record: schema.Deleted) -> None:
+        for name in record.manifests:
+            del self.retired[name]
 
     def _recipe_declared(self, record: schema.RecipeDeclared) -> None:
         self.recovery = record.recovery

@@ -20,6 +20,7 @@ from gpu.rollout.plain import plain_share
 from gpu.rollout.results import keep_all, zero_variance
 from storage.journal import fold
 from storage.ledger import Recipe
+from storage.retention import Retention
 from storage.verify import verify
 from tests.rollout.building import RUN, Bench, limits
 from tests.rollout.machine.driver import Driver
@@ -31,7 +32,7 @@ WEIGHTS = {
     "end_plain": 4, "begin_judging": 4, "judge": 5, "evaluate": 2,
     "flush": 8, "freeze": 2, "land": 2, "crash": 1, "lower_the_bound": 1,
     "lease": 6, "commit": 8, "roll_back": 2, "commit_again": 1, "settle_what_is_not_open": 1, "redo": 1,
-    "checkpoint": 2, "activate": 4, "lose_the_engines": 1, "acquire": 2, "renew": 1, "release": 3,
+    "checkpoint": 2, "delete_retired": 1, "activate": 4, "lose_the_engines": 1, "acquire": 2, "renew": 1, "release": 3,
     "lose_a_driver": 1, "go_well": 4, "release_from_quarantine": 1, "change_the_configuration": 1,
     "archive": 2, "finish": 1,
 }  # fmt: skip
@@ -89,7 +90,8 @@ class Machine(Workers, Driver, RuleBasedStateMachine):
         self.length, self.without = world.length, without
         values = {field.name: getattr(world.limits, field.name) for field in fields(world.limits)}
         judge = zero_variance if world.filtered else keep_all
-        bench = Bench(length=self.length, group_filter=judge, suites=world.suites, **values)
+        retention = Retention(last=2, every=2, payload="keep", pin_s=60.0)
+        bench = Bench(length=self.length, group_filter=judge, suites=world.suites, retention=retention, **values)
         if world.outside:
             bench.judge_outside()
         if world.whole:
