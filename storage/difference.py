@@ -80,6 +80,8 @@ class Published:
         for row in rows_of(read_journal(store, run)):
             if isinstance(row.record, schema.CheckpointPublished):
                 self._records[row.record.step] = row.record
+            elif isinstance(row.record, schema.Forked):
+                self._records[row.record.step] = row.record.checkpoint
             elif isinstance(row.record, schema.ConfigChanged):
                 self._changes.append((row.seq, row.record.changes))
 

@@ -186,6 +186,20 @@ class Policy:
     digest: str
 
 
+class Inherited(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What a fork began with, see `schema.Forked`; the last four count ordinals."""
+
+    run: str
+    storage: str
+    step: int
+    position: int
+    state_digest: str
+    consumed: int
+    discarded: int
+    quarantined: int
+    requeued: int
+
+
 @dataclass(slots=True)
 class Ledger:
     """See the module. `num_siblings` is n, rollouts per group."""
@@ -223,6 +237,8 @@ class Ledger:
     """Those that were changed since the run began, by dotted name."""
     snapshot: schema.LedgerSnapshot | None = None
     """The newest one that was recorded."""
+    inherited: Inherited | None = None
+    """Of a fork."""
     finished: str = ""
     counts: Counter[str] = field(default_factory=lambda: Counter[str]())
     next_seq: int = 0
@@ -274,7 +290,7 @@ class Ledger:
         raise TwoOwners(
             f"record {seq} ({schema.KIND_OF[type(record)]}) names group {ordinal}, which is {where}",
             expected="an unsettled group",
-            action="the journal was altered or written by two owners; fork from the last good position",
+            action="the journal was altered or written by two owners; `tidegate fork RUN NEW --last-good`",
         )
 
     def set_oldest(self, group: Group) -> None:
@@ -336,7 +352,7 @@ class Ledger:
             raise ReferenceInvalid(
                 f"record {seq} ({schema.KIND_OF[type(record)]}) names block {name!r}, which no record stored",
                 expected="a payload_stored record before it",
-                action="the journal was altered; fork from the last good position",
+                action="the journal was altered; `tidegate fork RUN NEW --last-good`",
                 code="orphan",
             )
         return block

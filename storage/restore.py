@@ -50,7 +50,7 @@ def plan_restore(ledger: Ledger, run: str) -> RestorePlan:
         step=ledger.step,
         state_digest=ledger.state_digest,
         checkpoints=tuple(reversed(ledger.checkpoints)),
-        genesis=ledger.counts["checkpoint_published"] <= RETAINED_CHECKPOINTS,
+        genesis=ledger.inherited is None and ledger.counts["checkpoint_published"] <= RETAINED_CHECKPOINTS,
         steps=dict(ledger.steps),
         blocks={name: ledger.blocks[name] for name in names},
     )

@@ -28,6 +28,7 @@ from storage.ledger import (
     Block,
     Boundary,
     Group,
+    Inherited,
     Lease,
     Ledger,
     Policy,
@@ -69,6 +70,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     evaluated: list[tuple[str, int]]
     settings: dict[str, str]
     snapshot: schema.LedgerSnapshot | None
+    inherited: Inherited | None
     finished: str
     counts: dict[str, int]
     next_seq: int
@@ -94,6 +96,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _TYPES: dict[str, type] = {
     "head": Head, "group": Group, "rollout": Rollout, "boundary": Boundary, "recipe": Recipe, "lease": Lease,
     "trained": TrainedGroup, "step": Step, "block": Block, "quarantined": Quarantined, "policy": Policy,
+    "inherited": Inherited,
 }  # fmt: skip
 FIELD_HASH = schema.field_hash({**_TYPES, **schema.KINDS})
 _SCHEMA = pa.schema(
@@ -114,8 +117,8 @@ def ledger_rows(ledger: Ledger) -> list[SnapshotRow]:
         ledger.num_siblings, ledger.incarnation, ledger.recipe, ledger.frontier, list(ledger.completed),
         ledger.consumed.intervals(), ledger.discarded.intervals(), ledger.lease, ledger.next_lease, ledger.step,
         ledger.state_digest, ledger.weights_digest, ledger.checkpoints, ledger.policy, ledger.initial_weights,
-        list(ledger.due), sorted(ledger.evaluated), ledger.settings, ledger.snapshot, ledger.finished, +ledger.counts,
-        ledger.next_seq,
+        list(ledger.due), sorted(ledger.evaluated), ledger.settings, ledger.snapshot, ledger.inherited, ledger.finished,
+        +ledger.counts, ledger.next_seq,
     )  # fmt: skip
     return [
         SnapshotRow("head", 0, "", _encode(head)),
@@ -204,8 +207,8 @@ def rebuild(rows: list[SnapshotRow]) -> Ledger:
     head, tables = _tables(rows)
     ledger = Ledger(head.num_siblings)
     for name in ("incarnation", "recipe", "frontier", "lease", "next_lease", "step", "state_digest", "weights_digest",
-                 "checkpoints", "policy", "initial_weights", "settings", "snapshot", "finished",
-                 "next_seq"):  # fmt: skip
+                 "checkpoints", "policy", "initial_weights", "settings", "snapshot", "inherited",
+                 "finished", "next_seq"):  # fmt: skip
         setattr(ledger, name, getattr(head, name))
     ledger.groups, ledger.steps, ledger.quarantined = tables["group"], tables["step"], tables["quarantined"]
     ledger.blocks, ledger.completed = tables["block"], dict.fromkeys(head.completed)
