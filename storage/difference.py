@@ -33,9 +33,10 @@ _Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One side of a comparison. `fields` is everything that is not a tensor, by dotted name."""
+    """One side of a comparison. `name` is the manifest's; `fields` is everything that is not a tensor, by dotted name."""
 
     store: Store
+    name: str
     manifest: Manifest
     fields: Mapping[str, object]
 
@@ -99,7 +100,7 @@ class Published:
             )
         manifest = read_manifest(self._store, self._info.run, record.manifest, record.digest)
         changes = [new for seq, new in self._changes if seq <= record.position]
-        return Checkpoint(self._store, manifest, _fields(self._info, changes, manifest.meta))
+        return Checkpoint(self._store, record.manifest, manifest, _fields(self._info, changes, manifest.meta))
 
 
 def compare(left: Checkpoint, right: Checkpoint, say: Callable[[str], None] = lambda line: None) -> Difference:
