@@ -33,7 +33,7 @@ _Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One side of a comparison. `name` is the manifest's; `fields` is everything that is not a tensor, by dotted name."""
+    """One side of a comparison. `name` is that of its manifest; `fields` is what is not a tensor, by dotted name."""
 
     store: Store
     name: str
