@@ -99,6 +99,18 @@ def test_by_default_it_is_of_the_newest_checkpoint_and_tells_what_is_left_behind
     assert found.groups_left == sum(len(leases[step]) for step in found.steps_left)
 
 
+def test_a_position_lies_between_records_not_between_segments() -> None:
+    """The same journal in one segment comes to the same forks."""
+    store, whole = finished_run(), finished_run()
+    rewrite(whole, RUN, lambda rows, incarnations: None)
+    (only,) = read_journal(whole, RUN)
+    assert only.header.last > max(record.position for record in survey(store, RUN, 2).checkpoints)
+    for step in (1, 3):
+        made = [fork(one, step, MemoryStore(), made=description(one)) for one in (store, whole)]
+        assert made[0] == made[1]
+        assert made[0].frontier < 12
+
+
 def test_a_fork_of_a_fork_is_one() -> None:
     store = finished_run()
     first = fork(store)
