@@ -11,6 +11,7 @@ from storage.errors import (
 )
 from storage.ledger import RESERVED, Ledger
 from storage.restore import plan_restore
+from storage.s3_location import without_credentials
 from storage.snapshot import ledger_rows, rebuild
 from storage.transitions import apply
 from tests.storage.forking import NEW
@@ -106,3 +107,9 @@ def test_a_forked_ledger_does_not_begin_again(record: schema.Record, says: str) 
     with pytest.raises(LedgerInvalid) as refused:
         apply(ledger, 2, record)
     assert says in str(refused.value)
+
+
+def test_the_url_in_a_record_names_no_source_of_credentials() -> None:
+    url = "s3://bucket/runs?endpoint=http://10.0.0.5:8333&region=us-east-1"
+    assert without_credentials(f"{url}&credentials=prefect:NAME") == url
+    assert without_credentials("file:///data/runs?credentials=x") == "file:///data/runs?credentials=x"
