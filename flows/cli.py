@@ -7,6 +7,7 @@
     tidegate verify  RUN                                            prove the run from storage alone
     tidegate inspect RUN [--step N | --group N | --evaluations]     look into storage
     tidegate diff    RUN[@STEP] RUN[@STEP]                          how two published checkpoints differ
+    tidegate fork    RUN[@STEP] NEW [--last-good]                   a new run from a checkpoint; also of a damaged run
     tidegate quarantine list RUN                                    groups that spent their attempts, and why
     tidegate quarantine release RUN GROUP...                        give them another budget
 
@@ -26,13 +27,14 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from pydantic import ValidationError
 from rich.console import Console
 from rich.table import Table
 
 from flows import settings
+from flows.changes import load_config, settings_of
 from flows.config import RunConfig
 from flows.diff import add_diff
+from flows.fork import add_fork
 from flows.live import ask_manager, open_reached
 from flows.quarantine import add_quarantine
 from gpu.prepare import preflight
@@ -85,38 +87,12 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--group", type=int, help="the whole history of one group")
     inspect.add_argument("--evaluations", action="store_true", help="every evaluation result")
     add_diff(commands)
+    add_fork(commands)
     add_quarantine(commands)
     return parser
 
 
 # ---------------------------------------------------------------------- train, resume
-
-
-def load_config(text: str, changes: Sequence[str]) -> RunConfig:
-    """A configuration from JSON with changes `a.b=json`. Raises `ConfigurationRefused`."""
-    try:
-        values = json.loads(text)
-        for change in changes:
-            path, _, value = change.partition("=")
-            *parents, last = path.split(".")
-            place = values
-            for parent in parents:
-                place = place.setdefault(parent, {})
-            place[last] = _json_or_text(value)
-        return RunConfig.model_validate(values)
-    except (json.JSONDecodeError, ValidationError, AttributeError, TypeError) as error:
-        raise ConfigurationRefused(
-            f"the configuration is not one: {error}",
-            expected="a RunConfig as JSON",
-            action="compare with docs/settings.md, or leave fields out to take their defaults",
-        ) from error
-
-
-def _json_or_text(value: str) -> Any:
-    try:
-        return json.loads(value)
-    except json.JSONDecodeError:
-        return value
 
 
 def _train(parsed: argparse.Namespace) -> int:
@@ -132,9 +108,7 @@ def _train(parsed: argparse.Namespace) -> int:
 def _resume(parsed: argparse.Namespace) -> int:
     store = open_reached(parsed.storage)
     info = open_run(store, parsed.name)
-    values: dict[str, Any] = {**info.settings, "run": parsed.name}
-    values["storage"] = {**values.get("storage", {}), "url": store.url}
-    return _run_flow(load_config(json.dumps(values), parsed.set), parsed.take_over)
+    return _run_flow(settings_of(info.settings, parsed.name, store.url, parsed.set), parsed.take_over)
 
 
 def _run_flow(config: RunConfig, take_over: bool) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import json
+from contextlib import AbstractContextManager
 from dataclasses import asdict
 from typing import Any
 
@@ -13,9 +14,11 @@ from rich.table import Table
 
 from flows.config import RunConfig
 from flows.live import open_reached
+from storage.clock import SystemClock
 from storage.difference import Checkpoint, Difference, Published, TensorDifference, compare
 from storage.errors import UnknownCheckpoint
 from storage.numbers import Numbers
+from storage.pins import holding
 
 SHOWN = 40
 
@@ -33,14 +36,15 @@ def add_diff(commands: Any) -> None:
 
 
 def _diff(parsed: argparse.Namespace) -> int:
-    (left_run, left_step), (right_run, right_step) = _named(parsed.left), _named(parsed.right)
+    (left_run, left_step), (right_run, right_step) = named_checkpoint(parsed.left), named_checkpoint(parsed.right)
     with Console(stderr=True).status("reading the journals") as shown:
         store = open_reached(parsed.storage)
         of_left = Published(store, left_run)
         other = open_reached(parsed.right_storage) if parsed.right_storage else store
         of_right = of_left if (other, right_run) == (store, left_run) else Published(other, right_run)
         left, right = of_left.at(left_step), of_right.at(right_step)
-        found = compare(left, right, shown.update)
+        with _held(left), _held(right):
+            found = compare(left, right, shown.update)
     if parsed.json:
         print(json.dumps(_as_dict(left, right, found)))
     else:
@@ -48,7 +52,11 @@ def _diff(parsed: argparse.Namespace) -> int:
     return 0 if found.equal else 1
 
 
-def _named(text: str) -> tuple[str, int | None]:
+def _held(one: Checkpoint) -> AbstractContextManager[None]:
+    return holding(one.store, one.manifest.run, one.name, "diff", SystemClock())
+
+
+def named_checkpoint(text: str) -> tuple[str, int | None]:
     """Run and step of RUN[@STEP]. Raises `UnknownCheckpoint`."""
     run, at, step = text.partition("@")
     if at and not step.isdecimal():

@@ -16,6 +16,7 @@ from storage.opening import open_store, probe, reach
 from storage.runs import (
     RunInfo,
     RunPaths,
+    check_begun,
     check_fingerprints,
     check_name,
     create_run,
@@ -46,7 +47,7 @@ def preflight(spec: RunSpec) -> RunInfo | None:
 
 def _existing(store: Store, spec: RunSpec) -> RunInfo | None:
     try:
-        return _checked(open_run(store, spec.run), spec)
+        return _opened(store, spec)
     except UnknownRun:
         return None
 
@@ -70,11 +71,13 @@ def prepare_run(store: Store, spec: RunSpec, clock: Clock) -> RunInfo:
         create_run(store, info)
         return info
     except RunExists:  # somebody created it at the same moment
-        return _checked(open_run(store, spec.run), spec)
+        return _opened(store, spec)
 
 
-def _checked(info: RunInfo, spec: RunSpec) -> RunInfo:
+def _opened(store: Store, spec: RunSpec) -> RunInfo:
+    info = open_run(store, spec.run)
     check_fingerprints(info, spec.fingerprints, spec.limits.num_siblings, spec.limits.staleness)
+    check_begun(store, info)
     return info
 
 

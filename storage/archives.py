@@ -30,7 +30,7 @@ class Archive(NamedTuple):
             raise ArtifactCorrupt(
                 f"a history archive {name!r}",
                 expected="<first slot>-<slot after the last>-<sha256>",
-                action="the journal was altered; fork from the last good position",
+                action="the journal was altered; `tidegate fork RUN NEW --last-good`",
                 code="format",
             )
         return cls(int(found[1]), int(found[2]), found[3])

@@ -105,10 +105,7 @@ def _checked(data: bytes, key: str, digest: str, size: int | None) -> bytes:
 def check_objects(store: Store, run: str, manifest: Manifest) -> None:
     """Read every object of a checkpoint and prove its digest. Raises `ArtifactCorrupt`."""
 
-    def check(item: tuple[str, int]) -> None:
-        _read_checked(store, RunPaths(run).object(item[0]), *item)
-
-    each(check, list(manifest.objects.items()))
+    each(lambda item: read_whole(store, run, *item), list(manifest.objects.items()))
 
 
 def read_buffers(store: Store, run: str, manifest: Manifest) -> dict[str, NamedBuffer]:
@@ -123,8 +120,12 @@ def read_buffers(store: Store, run: str, manifest: Manifest) -> dict[str, NamedB
 
 def read_object(store: Store, run: str, digest: str, size: int) -> dict[str, NamedBuffer]:
     """What lies in one object of a checkpoint; size and digest are checked before parsing. Raises `ArtifactCorrupt`."""
-    key = RunPaths(run).object(digest)
-    return from_safetensors(_read_checked(store, key, digest, size), key)
+    return from_safetensors(read_whole(store, run, digest, size), RunPaths(run).object(digest))
+
+
+def read_whole(store: Store, run: str, digest: str, size: int) -> bytes:
+    """The bytes of one object, proven. Raises `ArtifactCorrupt`."""
+    return _read_checked(store, RunPaths(run).object(digest), digest, size)
 
 
 def _join(name: str, cut: CutTensor, found: dict[str, NamedBuffer]) -> NamedBuffer:

@@ -34,9 +34,10 @@ _Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One side of a comparison. `fields` is everything that is not a tensor, by dotted name."""
+    """One side of a comparison. `name` is that of its manifest; `fields` is what is not a tensor, by dotted name."""
 
     store: Store
+    name: str
     manifest: Manifest
     fields: Mapping[str, object]
 
@@ -81,6 +82,8 @@ class Published:
         for row in rows_of(read_all(store, run)):
             if isinstance(row.record, schema.CheckpointPublished):
                 self._records[row.record.step] = row.record
+            elif isinstance(row.record, schema.Forked):
+                self._records[row.record.step] = row.record.checkpoint
             elif isinstance(row.record, schema.ConfigChanged):
                 self._changes.append((row.seq, row.record.changes))
 
@@ -98,7 +101,7 @@ class Published:
             )
         manifest = read_manifest(self._store, self._info.run, record.manifest, record.digest)
         changes = [new for seq, new in self._changes if seq <= record.position]
-        return Checkpoint(self._store, manifest, _fields(self._info, changes, manifest.meta))
+        return Checkpoint(self._store, record.manifest, manifest, _fields(self._info, changes, manifest.meta))
 
 
 def compare(left: Checkpoint, right: Checkpoint, say: Callable[[str], None] = lambda line: None) -> Difference:

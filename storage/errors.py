@@ -65,6 +65,12 @@ class UnknownCheckpoint(UserError):
     default_code = "unknown_checkpoint"
 
 
+class ForkRefused(UserError):
+    """A fork that would not mean what it says: of a damaged journal, or one that was not finished."""
+
+    default_code = "fork"
+
+
 class RunExists(UserError):
     """A run of that name exists already."""
 

@@ -131,7 +131,7 @@ def _row(row: tuple[Any, ...], where: str) -> Row:
 
 def _corrupt(found: str, expected: str, code: str) -> ArtifactCorrupt:
     return ArtifactCorrupt(
-        found, expected=expected, action="restore the object from a copy, or fork from the last good position",
+        found, expected=expected, action="restore the object from a copy, or `tidegate fork RUN NEW --last-good`",
         code=code,
     )  # fmt: skip
 

@@ -27,8 +27,10 @@ def summary(store: Store, run: str) -> dict[str, Any]:
         segments += 1
         started = segment.rows[0].time if segments == 1 else started
         ended = segment.rows[-1].time
+    inherited = ledger.inherited
     return {
-        "run": run, "finished": ledger.finished, "step": ledger.step, "incarnations": ledger.incarnation,
+        "run": run, "forked_from": inherited and f"{inherited.run}@{inherited.step} in {inherited.storage}",
+        "finished": ledger.finished, "step": ledger.step, "incarnations": ledger.incarnation,
         "handed_out": ledger.frontier, "consumed": len(ledger.consumed), "discarded": len(ledger.discarded),
         "quarantined": {ordinal: found.reason for ordinal, found in ledger.quarantined.items()},
         "unsettled": ledger.state_counts(), "open_lease": ledger.lease.lease if ledger.lease else None,
@@ -93,6 +95,8 @@ def _rows(store: Store, run: str) -> Iterator[Row]:
 
 
 def _names(record: Record, ordinal: int) -> bool:
+    if isinstance(record, schema.Forked):
+        return ordinal < record.frontier
     if isinstance(record, schema.GroupReserved | schema.GroupsDispatched):
         return record.first <= ordinal < record.first + record.count
     return getattr(record, "group", None) == ordinal or ordinal in getattr(record, "groups", ())

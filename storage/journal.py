@@ -78,7 +78,7 @@ def check_follows(segment: Segment, tail: Tail, where: str) -> None:
         raise ArtifactCorrupt(
             f"{where} has slot {header.slot}, which follows {header.previous[:12]}… at record {header.first}",
             expected=f"slot {tail.slot} after {tail.digest[:12]}… at record {tail.seq}",
-            action="restore the journal from a copy, or fork from the last good position",
+            action="restore the journal from a copy, or `tidegate fork RUN NEW --last-good`",
             code="chain",
         )
 
@@ -100,7 +100,7 @@ def _next_segment(store: Store, run: str, slot: int) -> Segment | None:
         raise ArtifactCorrupt(
             f"{paths.segment(slot)} is missing, and {len(later)} later segments are there",
             expected="a journal without a hole",
-            action="restore the object from a copy, or fork from the last good position",
+            action="restore the object from a copy, or `tidegate fork RUN NEW --last-good`",
             code="missing",
         )
     return segment
@@ -121,14 +121,14 @@ def fold_segment(ledger: Ledger, segment: Segment, seen: Callable[[Row], None] =
         raise TwoOwners(
             f"slot {segment.header.slot} was written by incarnation {segment.header.incarnation}",
             expected=f"incarnation {ledger.incarnation}, which claimed last",
-            action="the journal was altered; fork from the last good position",
+            action="the journal was altered; `tidegate fork RUN NEW --last-good`",
             code="writer",
         )
     if segment.header.snapshot != ledger.snapshot:
         raise ArtifactCorrupt(
             f"slot {segment.header.slot} points to the ledger snapshot {segment.header.snapshot}",
             expected=f"the newest one that was recorded, {ledger.snapshot}",
-            action="the journal was altered; fork from the last good position",
+            action="the journal was altered; `tidegate fork RUN NEW --last-good`",
             code="pointer",
         )
     ledger.placed(segment.header.slot, segment.header.last)

@@ -185,6 +185,20 @@ class Policy:
     digest: str
 
 
+class Inherited(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """What a fork began with, see `schema.Forked`; the last four count ordinals."""
+
+    run: str
+    storage: str
+    step: int
+    position: int
+    state_digest: str
+    consumed: int
+    discarded: int
+    quarantined: int
+    requeued: int
+
+
 @dataclass(slots=True)
 class Ledger:
     """See the module. `num_siblings` is n, rollouts per group."""
@@ -233,6 +247,8 @@ class Ledger:
     """Names of the archives that hold the journal up to the newest snapshot, in order."""
     replaced: list[str] = field(default_factory=lambda: [])
     """Archives whose place others took with the newest snapshot."""
+    inherited: Inherited | None = None
+    """Of a fork."""
     finished: str = ""
     counts: Counter[str] = field(default_factory=lambda: Counter[str]())
     next_seq: int = 0
@@ -286,7 +302,7 @@ class Ledger:
         raise TwoOwners(
             f"record {seq} ({schema.KIND_OF[type(record)]}) names group {ordinal}, which is {where}",
             expected="an unsettled group",
-            action="the journal was altered or written by two owners; fork from the last good position",
+            action="the journal was altered or written by two owners; `tidegate fork RUN NEW --last-good`",
         )
 
     def set_oldest(self, group: Group) -> None:
@@ -348,7 +364,7 @@ class Ledger:
             raise ReferenceInvalid(
                 f"record {seq} ({schema.KIND_OF[type(record)]}) names block {name!r}, which no record stored",
                 expected="a payload_stored record before it",
-                action="the journal was altered; fork from the last good position",
+                action="the journal was altered; `tidegate fork RUN NEW --last-good`",
                 code="orphan",
             )
         return block

@@ -6,8 +6,10 @@ proves what it reads. One that its owner left behind counts until it is too old.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import uuid
+from collections.abc import Generator
 
 import msgspec
 
@@ -59,3 +61,19 @@ def pinned(store: Store, run: str, clock: Clock, max_age_s: float) -> set[str]:
         if clock.wall() - created <= max_age_s:
             found.add(manifest)
     return found
+
+
+@contextlib.contextmanager
+def holding(store: Store, run: str, manifest: str, owner: str, clock: Clock) -> Generator[None]:
+    """Pin a checkpoint while it is read. Of a store that takes no pin it is read all the same: what is missing then is
+    found out when it is proven."""
+    key = ""
+    try:
+        key = pin(store, run, manifest, owner, clock)
+    except StorageUnusable as error:
+        log.warning("op=pin run=%s manifest=%s decision=read_without reason=%s", run, manifest, error)
+    try:
+        yield
+    finally:
+        if key:
+            unpin(store, run, key)

@@ -50,7 +50,7 @@ def plan_restore(ledger: Ledger, run: str) -> RestorePlan:
         step=ledger.step,
         state_digest=ledger.state_digest,
         checkpoints=tuple(reversed(ledger.checkpoints)),
-        genesis=len(ledger.steps) == ledger.step,
+        genesis=ledger.inherited is None and len(ledger.steps) == ledger.step,
         steps=dict(ledger.steps),
         blocks={name: ledger.blocks[name] for name in names},
     )

@@ -36,7 +36,7 @@ def illegal(record: Record, seq: int, found: str, expected: str) -> IllegalTrans
     return IllegalTransition(
         f"record {seq} ({schema.KIND_OF[type(record)]}): {found}",
         expected=expected,
-        action="the journal was altered or written by two owners; fork from the last good position",
+        action="the journal was altered or written by two owners; `tidegate fork RUN NEW --last-good`",
     )
 
 
@@ -149,7 +149,7 @@ def _check_mint(
         raise ContinuationInvalid(
             f"record {seq}: rollout {record.group}/{sibling} continues from boundary {boundary}",
             expected=f"its last boundary {last}, or -1",
-            action="the journal was altered; fork from the last good position",
+            action="the journal was altered; `tidegate fork RUN NEW --last-good`",
         )
 
 

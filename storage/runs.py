@@ -14,6 +14,7 @@ from storage.errors import (
     ArtifactCorrupt,
     ConfigurationRefused,
     FingerprintMismatch,
+    ForkRefused,
     ObjectExists,
     ObjectMissing,
     RunExists,
@@ -37,9 +38,19 @@ def check_name(run: str) -> None:
         )
 
 
+class Origin(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The checkpoint that a run is a fork of; `storage` is a url without credentials, `digest` that of the manifest."""
+
+    run: str
+    storage: str
+    step: int
+    digest: str
+
+
 class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """What gives a run its meaning. `fingerprints` (name -> digest) must be equal at every resume; `settings` are the
-    first incarnation's other settings, kept for people and for `tidegate resume`."""
+    first incarnation's other settings, kept for people and for `tidegate resume`. A fork has an `origin`; it is a run
+    once its first segment, which only `storage.fork` writes, is there."""
 
     schema: int
     fields: str
@@ -49,6 +60,7 @@ class RunInfo(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     staleness: int | None
     fingerprints: dict[str, str]
     settings: dict[str, object]
+    origin: Origin | None = None
 
 
 def make_run(
@@ -192,6 +204,19 @@ def open_run(store: Store, run: str) -> RunInfo:
             code="mixed_cut",
         )
     return info
+
+
+def check_begun(store: Store, info: RunInfo) -> None:
+    """Raises `ForkRefused` for a fork that was not finished: it is not a run, and must not become another one."""
+    if info.origin is None or store.size(RunPaths(info.run).segment(0)) is not None:
+        return
+    came = info.origin
+    raise ForkRefused(
+        f"run {info.run!r} is the unfinished fork of {came.run}@{came.step} in {came.storage}",
+        expected="a fork that is complete",
+        action=f"finish it: tidegate fork {came.run}@{came.step} {info.run}",
+        code="fork_unfinished",
+    )
 
 
 def _unreadable(run: str, found: str) -> ArtifactCorrupt:

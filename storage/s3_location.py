@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from urllib.parse import SplitResult, parse_qsl, quote, urlencode, urlsplit
 
 from storage.errors import StorageUnusable
@@ -53,6 +53,11 @@ def parse_s3(url: str) -> S3Location:
         shown = repr(options["endpoint"]) if "@" not in options["endpoint"] else "with credentials in it"
         raise _refused(f"endpoint {shown}", "use http://host:port or https://host[:port]")
     return S3Location(parts.netloc, prefix, **options)
+
+
+def without_credentials(url: str) -> str:
+    """A storage url as others may use it, with credentials of their own."""
+    return replace(parse_s3(url), credentials="").url if url.startswith("s3://") else url
 
 
 def _is_address(parts: SplitResult) -> bool:

@@ -29,6 +29,30 @@ class RunClaimed(Record, frozen=True, forbid_unknown_fields=True):
     reason: str
 
 
+class Forked(Record, frozen=True, forbid_unknown_fields=True):
+    """The run goes on from `step` of another run, as that one was at record `position`, its commit; directly after the
+    first claim. `storage` is the other store's url without credentials. Of its ordinals below `frontier`, those neither
+    `consumed` nor `discarded` (half-open intervals) nor `quarantined` start whole again here, from their prompts.
+    `checkpoint` is this run's own copy; its position is this record's."""
+
+    run: str
+    storage: str
+    step: int
+    position: int
+    state_digest: str
+    weights_digest: str
+    checkpoint: CheckpointPublished
+    frontier: int
+    consumed: tuple[tuple[int, int], ...]
+    discarded: tuple[tuple[int, int], ...]
+    quarantined: tuple[int, ...]
+    reasons: tuple[str, ...]
+    attempts: tuple[tuple[int, ...], ...]
+    boundaries: tuple[tuple[int, ...], ...]
+    recovery: str
+    fingerprint: str
+
+
 class PolicyPublished(Record, frozen=True, forbid_unknown_fields=True):
     """Policy version (incarnation, number) may be activated. `number` = committed steps it contains."""
 
@@ -294,6 +318,7 @@ def minted(record: Record) -> list[tuple[int, int, int]]:
 
 KINDS: dict[str, type[Record]] = {
     "run_claimed": RunClaimed,
+    "forked": Forked,
     "policy_published": PolicyPublished,
     "recipe_declared": RecipeDeclared,
     "group_reserved": GroupReserved,

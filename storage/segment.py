@@ -196,6 +196,6 @@ def _corrupt(where: str, found: str, expected: str, code: str) -> ArtifactCorrup
     return ArtifactCorrupt(
         f"{where}: {found}",
         expected=expected,
-        action="restore the object from a copy, or fork from the last good position",
+        action="restore the object from a copy, or `tidegate fork RUN NEW --last-good`",
         code=code,
     )

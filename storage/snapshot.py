@@ -28,6 +28,7 @@ from storage.ledger import (
     Block,
     Boundary,
     Group,
+    Inherited,
     Lease,
     Ledger,
     Policy,
@@ -74,6 +75,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     snapshot: schema.LedgerSnapshot | None
     history: list[str]
     replaced: list[str]
+    inherited: Inherited | None
     finished: str
     counts: dict[str, int]
     next_seq: int
@@ -99,6 +101,7 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 _TYPES: dict[str, type] = {
     "head": Head, "group": Group, "rollout": Rollout, "boundary": Boundary, "recipe": Recipe, "lease": Lease,
     "trained": TrainedGroup, "step": Step, "block": Block, "quarantined": Quarantined, "policy": Policy,
+    "inherited": Inherited,
 }  # fmt: skip
 FIELD_HASH = schema.field_hash({**_TYPES, **schema.KINDS})
 _SCHEMA = pa.schema(
@@ -120,8 +123,8 @@ def ledger_rows(ledger: Ledger) -> list[SnapshotRow]:
         ledger.consumed.intervals(), ledger.discarded.intervals(), ledger.lease, ledger.next_lease, ledger.step,
         ledger.state_digest, ledger.weights_digest, ledger.checkpoints, ledger.kept, ledger.retired,
         list(ledger.retired_blocks), ledger.policy, ledger.initial_weights, list(ledger.due), sorted(ledger.evaluated),
-        ledger.settings, ledger.snapshot, ledger.history, ledger.replaced, ledger.finished, +ledger.counts,
-        ledger.next_seq,
+        ledger.settings, ledger.snapshot, ledger.history, ledger.replaced, ledger.inherited, ledger.finished,
+        +ledger.counts, ledger.next_seq,
     )  # fmt: skip
     return [
         SnapshotRow("head", 0, "", _encode(head)),
@@ -213,7 +216,7 @@ def rebuild(rows: list[SnapshotRow]) -> Ledger:
     ledger = Ledger(head.num_siblings)
     for name in ("incarnation", "recipe", "frontier", "lease", "next_lease", "step", "state_digest", "weights_digest",
                  "checkpoints", "kept", "retired", "policy", "initial_weights", "settings", "snapshot", "history",
-                 "replaced", "finished", "next_seq"):  # fmt: skip
+                 "replaced", "inherited", "finished", "next_seq"):  # fmt: skip
         setattr(ledger, name, getattr(head, name))
     ledger.groups, ledger.steps, ledger.quarantined = tables["group"], tables["step"], tables["quarantined"]
     ledger.blocks, ledger.completed = tables["block"], dict.fromkeys(head.completed)
@@ -259,6 +262,6 @@ def _count(ledger: Ledger) -> None:
 
 def _corrupt(found: str, expected: str, code: str) -> ArtifactCorrupt:
     return ArtifactCorrupt(
-        found, expected=expected, action="restore the object from a copy, or fork from the last good position",
+        found, expected=expected, action="restore the object from a copy, or `tidegate fork RUN NEW --last-good`",
         code=code,
     )  # fmt: skip

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import Any
 
 from storage import evaluation_transitions as evaluations
+from storage import fork_transitions as forks
 from storage import retention_transitions as retention
 from storage import rollout_transitions as rollouts
 from storage import schema
@@ -207,6 +208,7 @@ def _run_finished(ledger: Ledger, seq: int, record: schema.RunFinished) -> None:
 
 TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
     schema.RunClaimed: _run_claimed,
+    schema.Forked: forks.forked,
     schema.PolicyPublished: _policy_published,
     schema.RecipeDeclared: _recipe_declared,
     schema.GroupReserved: rollouts.group_reserved,

@@ -29,6 +29,7 @@ from storage.errors import (
 )
 from storage.filesystem import Store
 from storage.history import history_of, read_all, read_archive
+from storage.intervals import IntervalSet
 from storage.journal import Tail, after, fold_segment, kept_snapshots, read_segment, recorded_snapshots, rows_of
 from storage.ledger import Block, Lease, Ledger, TrainedGroup
 from storage.low import read_low
@@ -47,6 +48,12 @@ class Report:
     """What was proven and what was found. `problems` is empty for a sound run; counts are of the whole run."""
 
     run: str
+    forked_from: str = ""
+    inherited_steps: int = 0
+    inherited_consumed: int = 0
+    inherited_discarded: int = 0
+    inherited_quarantined: int = 0
+    requeued_by_fork: int = 0
     finished: str = ""
     steps: int = 0
     incarnations: int = 0
@@ -97,6 +104,7 @@ class Auditor:
         self.staleness: Counter[int] = Counter()
         self.evaluated: Counter[tuple[str, int]] = Counter()
         self.mixed = 0
+        self.forked: schema.Forked | None = None
         self._info = info
         self._reader = PayloadReader(store, info.run)
         self._leases: dict[int, tuple[int, ...]] = {}
@@ -127,6 +135,8 @@ class Auditor:
             elif isinstance(row.record, schema.EvaluationDone):
                 self.evaluated[row.record.suite, row.record.step] += 1
                 self.mixed += row.record.mixed
+            elif isinstance(row.record, schema.Forked):
+                self.forked = row.record
 
     def audit(self, segment: Segment) -> None:
         """Fold one segment and check its meaning. Raises what is wrong."""
@@ -355,6 +365,7 @@ def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: Non
         _try(report, lambda: auditor.audit_unread(lambda: _retired_since(store, run, tail)))
         _try(report, lambda: auditor.audit_history(low))
         _check_checkpoints(store, run, auditor.ledger, tail, report, say)
+    _check_origin(info, auditor, report, sound)
     _fill(report, auditor)
     return report
 
@@ -402,13 +413,42 @@ def _retired_since(store: Store, run: str, tail: Tail) -> set[str]:
 def _check_checkpoint(store: Store, run: str, ledger: Ledger, record: schema.CheckpointPublished) -> None:
     manifest = read_manifest(store, run, record.manifest, record.digest)
     actual = buffers_digest(read_buffers(store, run, manifest), manifest.meta)
-    step = ledger.steps.get(record.step)
-    if actual != manifest.state_digest or (step is not None and step.state_digest != actual):
+    step, inherited = ledger.steps.get(record.step), ledger.inherited
+    committed = step.state_digest if step else manifest.state_digest
+    if inherited is not None and inherited.step == record.step:
+        committed = inherited.state_digest
+    if actual != manifest.state_digest or committed != actual:
         raise ReferenceInvalid(
             f"checkpoint of step {record.step} holds state {actual[:12]}",
-            expected=f"state {step.state_digest[:12] if step else manifest.state_digest[:12]}, as committed",
+            expected=f"state {committed[:12]}, as committed",
             action="restore the checkpoint from a copy",
             code="conflict",
+        )
+
+
+def _check_origin(info: RunInfo, auditor: Auditor, report: Report, sound: bool) -> None:
+    """A fork is one of what its run.json says, and trained nothing that it inherited as trained."""
+    forked, origin = auditor.forked, info.origin
+    if (origin is None) != (forked is None):
+        report.problems.append(f"[fork] run.json says that the run is a fork of {origin}, its journal says: {forked}")
+    if forked is None or origin is None:
+        return
+    if (origin.run, origin.storage, origin.step) != (forked.run, forked.storage, forked.step):
+        report.problems.append(f"[fork] a fork of {origin.run}@{origin.step} says that it is one of"
+                               f" {forked.run}@{forked.step}")  # fmt: skip
+    report.forked_from = f"{forked.run}@{forked.step} in {forked.storage}"
+    report.inherited_steps = forked.step
+    if (counts := auditor.ledger.inherited) is None:
+        return  # a record that the fold refused
+    report.inherited_consumed, report.inherited_discarded = counts.consumed, counts.discarded
+    report.inherited_quarantined, report.requeued_by_fork = counts.quarantined, counts.requeued
+    inherited = IntervalSet.of(forked.consumed)
+    again = [ordinal for ordinal in auditor.trained if ordinal in inherited]
+    consumed = len(auditor.ledger.consumed)
+    if again or (sound and consumed != len(inherited) + len(auditor.trained)):
+        report.problems.append(
+            f"[fork] {consumed} groups consumed, {len(inherited)} of them inherited and {len(auditor.trained)} trained"
+            f" here, {len(again)} of which were inherited as trained"
         )
 
 

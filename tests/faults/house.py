@@ -61,6 +61,7 @@ class House:
     config: RunConfig = field(default_factory=small)
     engine: Callable[[RunSpec], EngineServer] = fake_engine
     store: Store | None = None
+    name: str = RUN
     attempts: int = 0
     resumed: list[Resumed] = field(default_factory=list)
     steps_seen: list[int] = field(default_factory=list)
@@ -68,7 +69,7 @@ class House:
 
     def __post_init__(self) -> None:
         self.store = self.store or LocalStore(self.folder)
-        self.spec = self.config.spec(RUN)
+        self.spec = self.config.spec(self.name)
         self.cluster = LocalCluster(self.spec, self.store, SystemClock(), engine=self.engine)
         self.driver: asyncio.Task[None] | None = None
 
@@ -118,7 +119,7 @@ class House:
         return self.cluster.processes["manager"].target
 
     def verify(self) -> Report:
-        return verify(self.store, RUN)
+        return verify(self.store, self.name)
 
     def check(self) -> Report:
         """The promise: the trained multiset is the source's order, each once, proven from storage."""
