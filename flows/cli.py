@@ -11,7 +11,8 @@
     tidegate quarantine release RUN GROUP...                        give them another budget
 
 Exit codes: 0 fine, 1 a fault, a run that is not sound, or one that somebody newer drives, 2 your input (nothing was
-written). `diff`: 0 equal, 1 different, 2 not compared, whatever the reason.
+written), 75 the time of this attempt was over (`checkpoint.deadline`, SIGTERM, a notice): resume the run. `diff`: 0
+equal, 1 different, 2 not compared, whatever the reason.
 """
 
 from __future__ import annotations

@@ -168,6 +168,17 @@ class StepSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class DeadlineSpec:
+    """When an attempt of a flow run must end: `limit_s` seconds after its start (None: never), `grace_s` after SIGTERM
+    or after the file `notice` appears and says no other number. `reserve_s` are kept for a publication, at least."""
+
+    limit_s: float | None
+    reserve_s: float
+    grace_s: float
+    notice: str | None
+
+
+@dataclass(frozen=True, slots=True)
 class RunSpec:
     """One run. `ray_address` and `namespace` say where its processes live."""
 
@@ -188,6 +199,7 @@ class RunSpec:
     training: TrainingSettings
     trainer: ProcessSpec
     steps: StepSpec
+    deadline: DeadlineSpec
     evaluation: EvaluationSpec
     fingerprints: Mapping[str, str]
     settings: Mapping[str, object]

@@ -19,7 +19,7 @@ from gpu.training.messages import RestoredBase, Trained, TrainerStatus
 from storage.errors import ActorLost, RestoreRefused, RunFenced, TidegateError, UserError
 from storage.opening import open_store
 from storage.restore import RestorePlan
-from tasks.session import PHASE, Session, session, use
+from tasks.session import PHASE, Session, deadline, session, use
 
 log = logging.getLogger(__name__)
 
@@ -106,20 +106,25 @@ async def why_lost(one: Session, error: ActorLost) -> TidegateError:
 async def restore_trainer() -> Resumed:
     """Bring the trainer to exactly the run's last committed step: keep it if it is there, else checkpoint plus redo.
 
-    Redone steps train the journaled groups in their order and generate nothing. Raises `RestoreRefused`.
+    Redone steps train the journaled groups in their order and generate nothing. Raises `RestoreRefused`, and `Ending`
+    between two of them.
     """
     one = session()
     plan: RestorePlan = await one.manager.plan(one.caller)
     one.saved_step = plan.checkpoints[0].step if plan.checkpoints else 0
+    one.committed = plan.step
     status: TrainerStatus = await one.trainer.claim(one.caller)
     if _holds_the_run(status, plan):
+        one.step = plan.step
         return Resumed(one.caller.incarnation, plan.step, plan.step, 0, 0, True, status.step > plan.step, ())
     base: RestoredBase = await one.trainer.restore(one.caller, plan)
-    diverged = 0
+    one.step, diverged = base.step, 0
     for step in range(base.step + 1, plan.step + 1):
+        deadline().check(f"before step {step} was redone")
         trained: Trained = await one.trainer.redo(one.caller, step)
         matches = await one.manager.redone(one.caller, step, trained.state_digest, trained.weights_digest)
         diverged += not matches
+        one.step = step
         log.info("op=redo step=%d of=%d matches=%s", step, plan.step, matches)
         if not matches and one.spec.steps.strict_redo:
             raise RestoreRefused(

@@ -316,6 +316,11 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
             await self._durable(self.control.books.journal.last_seq, "the journal")
             return plan_restore(self.control.ledger, self.info.run)
 
+    async def flush(self, caller: Caller) -> None:
+        """Returns when everything the journal was told so far is durable."""
+        with self.callers.call(caller):
+            await self._durable(self.control.books.journal.last_seq, "the journal")
+
     async def redone(self, caller: Caller, step: int, state_digest: str, weights_digest: str) -> bool:
         """A committed step was trained again; whether the digests agree."""
         self.callers.check(caller)
