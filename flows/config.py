@@ -285,6 +285,7 @@ class RunConfig(Part):
             checkpoint.every,
             checkpoint.max_unsaved,
             checkpoint.strict_redo,
+            checkpoint.redo,
         )
 
     def _deadline_spec(self) -> DeadlineSpec:

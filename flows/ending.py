@@ -76,7 +76,7 @@ async def publish_and_end(until: Deadline, phases: Phases, at: str) -> DeadlineR
     if why:
         return unpublished(until, at, why)
     seconds = f"{until.now() - began:.1f} s later" if until.now() - began >= 0.05 else "already"
-    rest = f"; {_redoes(one.step, one.committed)}" if one.committed > one.step else ""
+    rest = f"; {_redoes(one, one.step)}" if one.committed > one.step else ""
     return _reached(until, at, f"the state after step {one.step} is published ({seconds}){rest}", "published")
 
 
@@ -129,12 +129,15 @@ def unpublished(until: Deadline, at: str, why: str) -> DeadlineReached:
         return _reached(until, at, f"the state after step {one.step} is published ({why})", "published")
     found = f"the state after step {one.committed} was NOT published: {why}"
     newest = f"the newest checkpoint is of step {one.saved_step}" if one.saved_step else "there is no checkpoint"
-    return _reached(until, at, f"{found}; {newest}; {_redoes(one.saved_step, one.committed)}", "not_published")
+    return _reached(until, at, f"{found}; {newest}; {_redoes(one, one.saved_step)}", "not_published")
 
 
-def _redoes(base: int, committed: int) -> str:
+def _redoes(one: Session, base: int) -> str:
+    committed = one.committed
     if base >= committed:
         return "a resume redoes nothing"
+    if one.spec.steps.redo == "requeue":
+        return f"a resume takes back steps {base + 1} to {committed}, and their groups start again"
     return f"a resume redoes steps {base + 1} to {committed} from the journal and generates nothing again"
 
 

@@ -188,6 +188,11 @@ class CheckpointConfig(Part):
         default=100, description="Training stops this many steps after the last good checkpoint"
     )
     strict_redo: bool = Field(default=False, description="Stop when a redone step comes to another state")
+    redo: Literal["replay", "requeue"] = Field(
+        default="replay",
+        description="Committed steps after the restored checkpoint: train the journaled groups again, or take the steps"
+        " back and generate their groups anew, with every other group that has work",
+    )
     deadline: Seconds | None = Field(
         default=None,
         description="An attempt of a flow run has this long from its start (a slot of a scheduler or a spot machine):"

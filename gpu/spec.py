@@ -155,7 +155,7 @@ _FILTERS: Mapping[str, GroupFilter] = {"none": keep_all, "zero_variance": zero_v
 class StepSpec:
     """The driver's numbers. `lease_s` bounds the wait for a batch, `hold_ttl_s` a hold without renewal, `alive_s` how
     long a process may not answer; a checkpoint is taken every `checkpoint_every` steps, and training stops when the
-    last good one is `max_unsaved` steps behind."""
+    last good one is `max_unsaved` steps behind. `redo` is "replay" or "requeue"."""
 
     num_steps: int
     lease_s: float
@@ -165,6 +165,7 @@ class StepSpec:
     checkpoint_every: int
     max_unsaved: int
     strict_redo: bool
+    redo: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from storage.ledger import (
     Step,
     make_lease,
 )
+from storage.revert_transitions import steps_reverted
 from storage.rollout_transitions import end_attempt, illegal
 from storage.runs import changed_to
 from storage.schema import Record
@@ -221,6 +222,7 @@ TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
     schema.LeaseRolledBack: _lease_rolled_back,
     schema.StepCommitted: _step_committed,
     schema.StepRedone: _step_redone,
+    schema.StepsReverted: steps_reverted,
     schema.CheckpointPublished: _checkpoint_published,
     schema.EvaluationDue: evaluations.evaluation_due,
     schema.EvaluationDone: evaluations.evaluation_done,

@@ -6,6 +6,7 @@ Live objects never travel as task parameters or results; a phase takes the sessi
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,6 +39,10 @@ class Session:
     saved_step: int = 0
     step: int = 0
     """The optimizer steps in the trainer's state, as far as they are committed."""
+    moving: bool = False
+    """From the end of an incarnation that this driver retires to the beginning of the next."""
+    reopen: Callable[[str], Awaitable[None]] | None = None
+    """Go on in the next incarnation, for a reason."""
     committed: int = 0
     """The last committed step; above `step` only while a restore redoes steps."""
     history: list[dict[str, float]] = field(default_factory=lambda: [])

@@ -34,7 +34,7 @@ from gpu.rollout.signal import Signal, wait_event
 from gpu.rollout.waits import Waits
 from gpu.rollout.watchdog import Watchdog
 from storage.clock import Clock
-from storage.errors import DeadlineExceeded, RunFenced
+from storage.errors import ActorLost, DeadlineExceeded, RunFenced
 from storage.filesystem import Store
 from storage.journal import JournalWriter, claim
 from storage.ledger import UNDECLARED, Ledger, Policy, Recipe
@@ -327,6 +327,18 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         matches = self.control.redone(step, state_digest, weights_digest)
         self.committer.appended()
         return matches
+
+    async def revert(self, caller: Caller, to_step: int, state_digest: str, weights_digest: str) -> None:
+        """Committed steps after `to_step` are taken back; returns when that is durable. May be repeated."""
+        with self.callers.call(caller):
+            seq = self.control.revert(to_step, state_digest, weights_digest)
+            self.changed.notify()
+            await self._durable(seq, f"the return to step {to_step}")
+
+    async def retire(self, caller: Caller, reason: str) -> None:
+        """End this incarnation, so that the driver goes on with the next one. What it was told is durable."""
+        await self.flush(caller)
+        self.fail(ActorLost(f"the manager was retired: {reason}", expected="its successor", action="nothing"))
 
     async def newest_checkpoint(self, caller: Caller) -> CheckpointPublished | None:
         self.callers.check(caller)
