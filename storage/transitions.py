@@ -89,7 +89,8 @@ def _policy_published(ledger: Ledger, seq: int, record: schema.PolicyPublished) 
     weights = ledger.weights_digest if ledger.step else ledger.initial_weights or record.digest
     if record.digest != weights:
         raise illegal(record, seq, f"weights {record.digest[:12]}", f"weights {weights[:12]} of step {ledger.step}")
-    ledger.initial_weights = ledger.initial_weights or record.digest
+    if not ledger.step:
+        ledger.initial_weights = record.digest
     ledger.policy = Policy(record.incarnation, record.number, record.digest)
 
 

@@ -82,7 +82,10 @@ class Oracle:
         self.trained: Counter[int] = Counter()
         self.lease: schema.LeaseIssued | None = None
         self.states: dict[int, tuple[int, str, str]] = {}
-        self.frontier = self.incarnation = self.step = self.checkpoint = self.snapshot = 0
+        self.batches: dict[int, dict[int, tuple[int, ...]]] = {}
+        self.checkpoints: list[int] = []
+        self.published_in = 0
+        self.frontier = self.incarnation = self.step = self.snapshot = 0
         self.due: set[tuple[str, int]] = set()
         self.evaluated: set[tuple[str, int]] = set()
         self.recovery = "sibling"
@@ -96,6 +99,11 @@ class Oracle:
     def places(self) -> dict[int, str]:
         """Where each unsettled group is."""
         return {ordinal: group.place for ordinal, group in self.groups.items()}
+
+    @property
+    def checkpoint(self) -> int:
+        """The newest one's step."""
+        return self.checkpoints[-1] if self.checkpoints else 0
 
     @property
     def live(self) -> set[Identity]:
@@ -249,6 +257,9 @@ class Oracle:
     def _group_requeued(self, record: schema.GroupRequeued) -> None:
         group = self.groups[record.group]
         assert group.place in ("reserved", "completed")
+        self._drop(group)
+
+    def _drop(self, group: Owned) -> None:
         group.completed, group.lost, group.whole = False, False, self.recovery == "prompt_group"
         for slot in group.slots:
             slot.drop()
@@ -291,6 +302,7 @@ class Oracle:
     def _step_committed(self, record: schema.StepCommitted) -> None:
         lease = self._close_lease(record.lease)
         assert record.step == lease.step == self.step + 1
+        self.batches[record.step] = {o: tuple(slot.attempt for slot in self.groups[o].slots) for o in lease.groups}
         for ordinal in lease.groups:
             self._settle(ordinal, "consumed")
         self.trained.update(lease.groups)
@@ -304,7 +316,30 @@ class Oracle:
 
     def _checkpoint_published(self, record: schema.CheckpointPublished) -> None:
         assert self.checkpoint < record.step <= self.step
-        self.checkpoint = record.step
+        self.checkpoints.append(record.step)
+
+    def _policy_published(self, record: schema.PolicyPublished) -> None:
+        assert self.published_in <= record.incarnation == self.incarnation
+        self.published_in = record.incarnation
+
+    def _steps_reverted(self, record: schema.StepsReverted) -> None:
+        assert self.published_in < self.incarnation, "no number of a version is used twice in one incarnation"
+        assert self.lease is None
+        assert not self.live
+        assert record.to_step in [0, *self.checkpoints]
+        for group in self.groups.values():
+            if any(slot.turns for slot in group.slots):
+                self._drop(group)
+        for step in range(record.to_step + 1, record.from_step + 1):
+            for ordinal, attempts in self.batches.pop(step).items():
+                assert self.settled.pop(ordinal) == "consumed"
+                self.trained[ordinal] -= 1
+                self.groups[ordinal] = Owned([Slot(attempt=attempt) for attempt in attempts])
+            del self.states[step]
+        self.checkpoints = [step for step in self.checkpoints if step <= record.to_step]
+        self.due = {key for key in self.due if key[1] <= record.to_step}
+        self.evaluated = {key for key in self.evaluated if key[1] <= record.to_step}
+        self.step = record.to_step
 
     def _recipe_declared(self, record: schema.RecipeDeclared) -> None:
         self.recovery = record.recovery
