@@ -67,6 +67,18 @@ def steps(store: Store, run: str) -> list[dict[str, Any]]:
     return found
 
 
+def reverts(store: Store, run: str) -> list[tuple[int, int]]:
+    """(incarnation, step) of every return to an earlier step."""
+    found: list[tuple[int, int]] = []
+    incarnation = 0
+    for row in _rows(store, run):
+        if isinstance(row.record, schema.RunClaimed):
+            incarnation = row.record.incarnation
+        elif isinstance(row.record, schema.StepsReverted):
+            found.append((incarnation, row.record.to_step))
+    return found
+
+
 def quarantined(store: Store, run: str) -> list[dict[str, Any]]:
     """Groups that spent their attempt budget, in order of the source: why, and the attempts of each sibling."""
     ledger = Ledger(open_run(store, run).num_siblings)

@@ -27,8 +27,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 LOOK_S = 0.5
 """Between two looks at the clock and at the notice file."""
-LEAVE_S = 3.0
-"""At the very end, to tell Prefect how the attempt ended and to leave; at most a quarter of a notice's seconds."""
+LEAVE_S = 8.0
+"""At the very end, to tell Prefect how the attempt ended and to leave, at most a quarter of what there is. A process
+that also ends a Ray cluster and a Prefect server of its own needs 4 s for that when nothing else runs."""
 KEPT = 5
 SPREAD = 1.5
 """A publication takes at most so many times the longest of the last ones, for planning."""

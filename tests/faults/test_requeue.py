@@ -14,6 +14,7 @@ from storage.journal import read_journal
 from storage.ledger import Ledger
 from storage.runs import RunPaths
 from storage.verify import Report
+from tasks.metrics import last_written
 from tests.faults.house import RUN, House, small, until
 
 SUITE = {"name": "words", "environment": "reverse", "options": {"letters": 2}, "tasks": 2}
@@ -113,6 +114,11 @@ async def test_a_damaged_newest_checkpoint_takes_the_run_further_back(tmp_path: 
     assert f"checkpoint of step {damaged[0]}" in resumed.rejected[-1]
     assert resumed.base == damaged[1]
     assert report.steps_reverted >= damaged[0] - damaged[1]
+    assert house.store is not None
+    for last, incarnation in ((resumed.base + 5, resumed.incarnation - 1), (resumed.base + 2, resumed.incarnation)):
+        written = f"{RunPaths(RUN).metrics}/events.out.tfevents.{last:010d}.{incarnation:06d}-000001.000001"
+        house.store.create(written, b"")
+    assert last_written(house.store, RUN) == resumed.base + 2, "curves of steps that were taken back are written again"
 
 
 async def test_evaluations_of_steps_that_were_taken_back_are_measured_again_and_count_once(tmp_path: Path) -> None:

@@ -123,20 +123,28 @@ def ends_as_told(run: Run, process: subprocess.Popen[str], seconds: float) -> st
     said, _ = process.communicate(timeout=seconds)
     assert process.returncode == 75, said[-3000:]
     found = next(line for line in said.splitlines() if line.startswith("  found:"))
+    if "the run was not opened yet" in found:
+        return found
     committed, newest = run.committed(), run.newest()
     if f"the state after step {committed} is published" in found:
         assert newest == committed
-    elif "the run was not opened yet" not in found:
+    else:
         assert f"the state after step {committed} was NOT published" in found
         assert newest < committed
         assert f"a resume redoes steps {newest + 1} to {committed}" in found
     return found
 
 
+def began(process: subprocess.Popen[str]) -> bool:
+    """Whether the attempt had begun when the signal came: before, the process just ends."""
+    return process.wait(33.0) not in (-signal.SIGTERM, 128 + signal.SIGTERM)
+
+
 @pytest.mark.parametrize("seed", [1])
 def test_a_run_that_gets_sigterm_at_any_moment_is_published_and_goes_on(run: Run, seed: int) -> None:
     dice = random.Random(seed)
     for moment in range(4):
+        claims = len(run.records(schema.RunClaimed))
         redone, before = len(run.records(schema.StepRedone)), run.committed()
         process = run.start()
         if moment != 2:
@@ -145,6 +153,9 @@ def test_a_run_that_gets_sigterm_at_any_moment_is_published_and_goes_on(run: Run
         else:  # while it starts
             time.sleep(dice.uniform(6.0, 14.0))
         process.send_signal(signal.SIGTERM)
+        if moment == 2 and not began(process):
+            assert len(run.records(schema.RunClaimed)) == claims, "it had not begun"
+            continue
         found = ends_as_told(run, process, 33.0)
         assert "SIGTERM" in found
         if moment != 2:
@@ -160,9 +171,9 @@ def test_a_run_that_gets_sigterm_at_any_moment_is_published_and_goes_on(run: Run
 
 
 async def test_an_attempt_ends_before_its_limit(run: Run) -> None:
-    process = run.start("checkpoint.deadline=25")
+    process = run.start("checkpoint.deadline=60")
     found = await asyncio.to_thread(ends_as_told, run, process, PATIENCE_S)
-    assert "the attempt's limit of 25 s" in found
+    assert "the attempt's limit of 60 s" in found
     assert "is published" in found
     assert run.committed() > 0
     async with PrefectClient(run.stack.api) as client:
@@ -170,15 +181,15 @@ async def test_an_attempt_ends_before_its_limit(run: Run) -> None:
     assert (newest.state_type, newest.state_name) == (StateType.CRASHED, "DeadlineReached")
     assert newest.start_time is not None
     assert newest.end_time is not None
-    assert (newest.end_time - newest.start_time).total_seconds() < 25.0
+    assert (newest.end_time - newest.start_time).total_seconds() < 60.0
 
 
 def test_a_notice_file_ends_the_attempt_within_the_seconds_it_holds(run: Run, tmp_path: Path) -> None:
     notice = tmp_path / "preempted"
     process = run.start(f"checkpoint.notice={json.dumps(str(notice))}")
     run.wait_for(2, process)
-    notice.write_text("12")
-    found = ends_as_told(run, process, 14.0)
+    notice.write_text("24")
+    found = ends_as_told(run, process, 24.0)
     assert "the notice in" in found
     assert "is published" in found
 
@@ -193,7 +204,7 @@ def hung(stack: Stack, seaweed: S3Server, tmp_path: Path) -> Iterator[tuple[Run,
         place = f"ending/{tmp_path.name}"
         proxy.add(Fault.TIMEOUT, "PUT", "/objects/", times=1 << 30, hold_s=300.0)
         url = seaweed.url(place, endpoint=proxy.endpoint)
-        yield made(stack, tmp_path, url, open_store(seaweed.url(place)), grace=12.0), proxy
+        yield made(stack, tmp_path, url, open_store(seaweed.url(place)), grace=24.0), proxy
 
 
 def test_a_publication_that_does_not_fit_is_said_to_be_missing_before_the_deadline(hung: tuple[Run, Proxy]) -> None:
@@ -201,9 +212,9 @@ def test_a_publication_that_does_not_fit_is_said_to_be_missing_before_the_deadli
     process = run.start()
     run.wait_for(3, process)
     process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
-    found = ends_as_told(run, process, 20.0)
-    assert time.monotonic() - began < 12.0
+    sent = time.monotonic()
+    found = ends_as_told(run, process, 30.0)
+    assert time.monotonic() - sent < 24.0
     assert "NOT published: its publication had not ended" in found
     assert proxy.hits[Fault.TIMEOUT] > 0
     committed = run.committed()
@@ -224,10 +235,10 @@ def test_a_second_sigterm_ends_it_at_once(hung: tuple[Run, Proxy]) -> None:
     time.sleep(2.0)
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    began = time.monotonic()
+    sent = time.monotonic()
     said, _ = process.communicate(timeout=30.0)
-    assert process.returncode in (-signal.SIGTERM, 128 + signal.SIGTERM), said[-3000:]
-    assert time.monotonic() - began < 15.0
+    assert process.returncode == 128 + signal.SIGTERM, said[-3000:]
+    assert time.monotonic() - sent < 15.0
     assert run.newest() == 0
 
 
