@@ -12,7 +12,8 @@
     tidegate quarantine release RUN GROUP...                        give them another budget
 
 Exit codes: 0 fine, 1 a fault, a run that is not sound, or one that somebody newer drives, 2 your input (nothing was
-written). `diff`: 0 equal, 1 different, 2 not compared, whatever the reason.
+written), 75 the time of this attempt was over (`checkpoint.deadline`, SIGTERM, a notice): resume the run, 143 it was
+ended at once by a second SIGTERM. `diff`: 0 equal, 1 different, 2 not compared, whatever the reason.
 """
 
 from __future__ import annotations
@@ -113,13 +114,17 @@ def _resume(parsed: argparse.Namespace) -> int:
 
 def _run_flow(config: RunConfig, take_over: bool) -> int:
     preflight(config.spec(config.run or "new"))
-    from flows.fenced import Superseded  # Prefect takes seconds to import, and nothing wrong should wait for that
+    from prefect.exceptions import TerminationSignal  # takes seconds to import, and nothing wrong should wait for that
+
+    from flows.fenced import Superseded
     from flows.train import train
 
     try:
         asyncio.run(train(config, take_over=take_over))
     except Superseded as ended:
         raise ended.error from ended
+    except TerminationSignal as ended:
+        return 128 + ended.signal
     return 0
 
 

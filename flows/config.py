@@ -37,6 +37,7 @@ from gpu.rollout.evaluation import check_suites
 from gpu.rollout.limits import Limits, Order, Submission, check_group_bytes, check_limits
 from gpu.rollout.manager import ManagerSettings
 from gpu.spec import (
+    DeadlineSpec,
     EngineSpec,
     EvaluationSpec,
     Filter,
@@ -123,6 +124,14 @@ class RunConfig(Part):
                 f"checkpoint.max_unsaved = {self.checkpoint.max_unsaved} < checkpoint.every = {self.checkpoint.every}:"
                 " training would stop before the first checkpoint",
                 expected="max_unsaved >= every",
+                action="change the run configuration",
+                code="deadlock",
+            )
+        if self.checkpoint.deadline is not None and self.checkpoint.deadline <= self.checkpoint.reserve:
+            raise ConfigurationRefused(
+                f"checkpoint.deadline = {self.checkpoint.deadline:g} s <= checkpoint.reserve ="
+                f" {self.checkpoint.reserve:g} s: no step would ever begin",
+                expected="deadline > reserve",
                 action="change the run configuration",
                 code="deadlock",
             )
@@ -237,6 +246,7 @@ class RunConfig(Part):
             training=one._training_settings(),
             trainer=ProcessSpec(one.training.cpus, one.training.gpus, one.training.device, one.training.threads),
             steps=one._step_spec(),
+            deadline=one._deadline_spec(),
             evaluation=one._evaluation_spec(),
             fingerprints=self.fingerprints(),
             settings=one.model_dump(mode="json"),
@@ -283,7 +293,12 @@ class RunConfig(Part):
             checkpoint.every,
             checkpoint.max_unsaved,
             checkpoint.strict_redo,
+            checkpoint.redo,
         )
+
+    def _deadline_spec(self) -> DeadlineSpec:
+        one = self.checkpoint
+        return DeadlineSpec(one.deadline, one.reserve, one.grace, one.notice)
 
 
 BYTES_PER_ROLLOUT = 256

@@ -1,10 +1,10 @@
-"""How an attempt of a flow run ends when somebody newer drives its run.
+"""How an attempt of a flow run ends when somebody newer drives its run, or when its time is over.
 
-Two cases, told apart by the Prefect server. If the flow run is still in the very state that this attempt entered, then
-another flow run drives the run: this one ends in a Failed state named `RunFenced`, which no retry and no automation on
-failures takes up again. If the flow run has moved on without this process (which slept or was cut off, and was given
-up), then its state is a newer attempt's: the older one leaves without proposing any, whatever ended it, and says why in
-its log.
+The first has two cases, told apart by the Prefect server. If the flow run is still in the very state that this attempt
+entered, then another flow run drives the run: this one ends in a Failed state named `RunFenced`, which no retry and no
+automation on failures takes up again. If the flow run has moved on without this process (which slept or was cut off,
+and was given up), then its state is a newer attempt's: the older one leaves without proposing any, whatever ended it,
+and says why in its log. An attempt whose time is over ends in a Crashed state named `DeadlineReached`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,15 @@ from prefect.client.schemas.objects import FlowRun, State, StateType
 from prefect.context import FlowRunContext
 from prefect.exceptions import Abort
 from prefect.logging import get_run_logger
-from prefect.states import Failed
+from prefect.states import Cancelled, Crashed, Failed
 
-from storage.errors import RunFenced
+from storage.errors import DeadlineReached, RunFenced
 
 T = TypeVar("T")
 FENCED = "RunFenced"
 """Name of the state; its events are `prefect.flow-run.RunFenced`, so that automations on `Failed` do not see them."""
+DEADLINE_REACHED = "DeadlineReached"
+"""As above. Nothing is wrong with such a flow run; it is resumed."""
 PASSING = (StateType.CANCELLING, StateType.PAUSED)
 """States that others bring an attempt into while it still has the flow run."""
 
@@ -78,7 +80,8 @@ class Attempt(NamedTuple):
 
 
 async def settle(attempt: Attempt, work: Awaitable[T]) -> T | State[Any]:
-    """Do `work`, the whole of a flow. Returns its result, or the state that ends a fenced flow run; raises `Superseded`
+    """Do `work`, the whole of a flow. Returns its result, or the state that ends a fenced flow run or one whose
+    time is over; raises `Superseded`
     when the flow run belongs to a newer attempt, and else what `work` raises."""
     try:
         return await work
@@ -88,11 +91,22 @@ async def settle(attempt: Attempt, work: Awaitable[T]) -> T | State[Any]:
         if moved_on:
             get_run_logger().error("op=train decision=leave_to_newer_attempt reason=%s", _text(error))
             raise Superseded(error) from error
+        if isinstance(error, DeadlineReached):
+            return _ended_early(error, found)
         if found is None or not isinstance(error, RunFenced):
             raise
         get_run_logger().error("op=train decision=end reason=%s", _text(error))
         await _never_retry(found)
         return Failed(name=FENCED, message=str(error), data=error)
+
+
+def _ended_early(error: DeadlineReached, found: FlowRun | None) -> State[Any]:
+    """Of type Crashed, because its surroundings ended the attempt: the Retry button takes it up, while Prefect's own
+    retries, which would go on at once in this very process, do not. A flow run that a person cancels is Cancelled."""
+    get_run_logger().warning("op=train decision=end reason=%s", error)
+    if found is not None and found.state is not None and found.state.type is StateType.CANCELLING:
+        return Cancelled(message=str(error), data=error)
+    return Crashed(name=DEADLINE_REACHED, message=str(error), data=error)
 
 
 def _text(error: BaseException) -> str:

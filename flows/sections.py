@@ -188,6 +188,27 @@ class CheckpointConfig(Part):
         default=100, description="Training stops this many steps after the last good checkpoint"
     )
     strict_redo: bool = Field(default=False, description="Stop when a redone step comes to another state")
+    redo: Literal["replay", "requeue"] = Field(
+        default="replay",
+        description="Committed steps after the restored checkpoint: train the journaled groups again, or take the steps"
+        " back and generate their groups anew, with every other group that has work",
+    )
+    deadline: Seconds | None = Field(
+        default=None,
+        description="An attempt of a flow run has this long from its start (a slot of a scheduler or a spot machine):"
+        " before it is over, the state is published and the attempt ends as DeadlineReached; null: no limit",
+    )
+    reserve: Seconds = Field(
+        default=10.0,
+        description="Kept free for the publication before a deadline, at least; more when the last ones took longer",
+    )
+    grace: Seconds = Field(
+        default=30.0, description="From SIGTERM, or from a notice that does not say how long, to the end"
+    )
+    notice: str | None = Field(
+        default=None,
+        description="A file whose appearing says that the machine will go; it may hold the seconds that are left",
+    )
 
 
 class RetentionConfig(Part):

@@ -18,6 +18,7 @@ from prefect.client.schemas.objects import FlowRun, State
 from prefect.logging import get_logger, get_run_logger
 
 from flows.config import RunConfig
+from flows.ending import within
 from flows.fenced import Attempt, settle
 from gpu.cluster import RayCluster, check_resources, connect, release_owner
 from gpu.prepare import preflight
@@ -26,6 +27,7 @@ from storage.errors import ActorLost, TidegateError
 from storage.inspection import steps as committed_steps
 from storage.opening import open_store
 from tasks.admission import hold_admission, release_admission
+from tasks.deadline import Deadline
 from tasks.drain import drain_rollouts
 from tasks.evaluate import await_evaluations, end_evaluations, evaluates, evaluations_delay, start_evaluations
 from tasks.metrics import MetricsLog
@@ -33,12 +35,14 @@ from tasks.optimize import lease_batch, prefetch_batch, train_batch
 from tasks.publish import check_saved, finish_upload, publish_checkpoint, unsaved
 from tasks.report import Progress, publish_curve, resume_report, reward_curve
 from tasks.run import Opened, claim_run, finish_run, restore_trainer, why_lost
-from tasks.session import PHASE, begin, session
+from tasks.session import PHASE, deadline, session
 from tasks.watch import watched
 from tasks.weights import update_weights
 
 Phase = Callable[[int], Awaitable[Any]]
 DEFAULTS = RunConfig()
+RELEASE_S = 10.0
+"""For a release at the end of an attempt; the hold's own deadline is behind it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,11 +82,13 @@ def plain(phases: Phases) -> Phases:
 
 async def training_step(phases: Phases, step: int) -> bool:
     """One step; False when the source is exhausted. Generation of later batches goes on beside lease and train."""
-    steps = session().spec.steps
+    steps, until = session().spec.steps, deadline()
     check_saved(session(), step)
-    if not await phases.lease_batch(step):
+    until.check_step(f"before step {step}")
+    if not await until.unless(phases.lease_batch(step), f"while step {step} waited for its batch"):
         return False
     await prefetch_batch()
+    until.check_step(f"before step {step} was trained")
     await phases.train_batch(step)
     await update(phases, step, save=step % steps.checkpoint_every == 0)
     return True
@@ -91,12 +97,14 @@ async def training_step(phases: Phases, step: int) -> bool:
 async def update(phases: Phases, step: int, *, save: bool) -> None:
     """Bring the weights after `step` to the engines under a hold, which is released whatever happens. Before it,
     evaluations of the weights so far may end; after it, those of the new ones begin. Nothing else waits for them."""
+    until, before = deadline(), f"before the weights of step {step} were served"
+    until.check(before)
     if await evaluations_delay(step):
-        await phases.await_evaluations(step)
+        await until.unless(phases.await_evaluations(step), before)
     await phases.hold_admission(step)
     try:
-        await phases.drain_rollouts(step)
-        await phases.update_weights(step)
+        await until.unless(phases.drain_rollouts(step), before)
+        await until.unless(phases.update_weights(step), before)
         if save:
             await phases.publish_checkpoint(step)
     finally:
@@ -109,7 +117,7 @@ async def evaluate_last(phases: Phases, step: int) -> None:
     """The weights after the last step are evaluated whatever its number, and the run ends with every result."""
     if evaluates(step, last=True):
         await phases.start_evaluations(step)
-        await phases.end_evaluations(step)
+        await deadline().unless(phases.end_evaluations(step), "while the last evaluations went on")
 
 
 async def save_last(phases: Phases, step: int) -> None:
@@ -183,13 +191,21 @@ async def whole_run(config: RunConfig, take_over: bool, attempt: Attempt) -> dic
     for warning in config.check():
         logger.warning(warning)
     spec = config.spec(run)
+    return await within(Deadline(spec.deadline), TASKS, from_claim_to_end(config, spec, owner, take_over, attempt))
+
+
+async def from_claim_to_end(
+    config: RunConfig, spec: RunSpec, owner: str, take_over: bool, attempt: Attempt
+) -> dict[str, Any]:
+    """An attempt whose time is running. Raises `Ending` when it is time to stop."""
+    run = spec.run
     await asyncio.to_thread(preflight, spec)
     connect(spec.ray_address, spec.namespace)
     check_resources(spec)
-    begin()
+    deadline().check("before the run was claimed")
     opened = await claim_run(spec, RayCluster(spec), owner, take_over, attempt.number)
     if opened.finished:
-        logger.info("op=train run=%s decision=nothing_to_do reason=finished: %s", run, opened.finished)
+        get_run_logger().info("op=train run=%s decision=nothing_to_do reason=finished: %s", run, opened.finished)
         await RayCluster(spec).close()
         return {"run": run, "finished": opened.finished}
     try:
@@ -197,8 +213,9 @@ async def whole_run(config: RunConfig, take_over: bool, attempt: Attempt) -> dic
     except ActorLost as error:
         raise await why_lost(session(), error) from error
     finally:
-        with contextlib.suppress(TidegateError):
-            await release_admission.fn(0)
+        with contextlib.suppress(TidegateError, TimeoutError):
+            async with asyncio.timeout(RELEASE_S):
+                await release_admission.fn(0)
     await RayCluster(spec).close()
     history = await asyncio.to_thread(committed_steps, open_store(spec.storage_url), run)
     await publish_curve(run, await asyncio.to_thread(reward_curve, run, history))

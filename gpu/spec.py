@@ -155,7 +155,7 @@ _FILTERS: Mapping[str, GroupFilter] = {"none": keep_all, "zero_variance": zero_v
 class StepSpec:
     """The driver's numbers. `lease_s` bounds the wait for a batch, `hold_ttl_s` a hold without renewal, `alive_s` how
     long a process may not answer; a checkpoint is taken every `checkpoint_every` steps, and training stops when the
-    last good one is `max_unsaved` steps behind."""
+    last good one is `max_unsaved` steps behind. `redo` is "replay" or "requeue"."""
 
     num_steps: int
     lease_s: float
@@ -165,6 +165,18 @@ class StepSpec:
     checkpoint_every: int
     max_unsaved: int
     strict_redo: bool
+    redo: str
+
+
+@dataclass(frozen=True, slots=True)
+class DeadlineSpec:
+    """When an attempt of a flow run must end: `limit_s` seconds after its start (None: never), `grace_s` after SIGTERM
+    or after the file `notice` appears and says no other number. `reserve_s` are kept for a publication, at least."""
+
+    limit_s: float | None
+    reserve_s: float
+    grace_s: float
+    notice: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -188,6 +200,7 @@ class RunSpec:
     training: TrainingSettings
     trainer: ProcessSpec
     steps: StepSpec
+    deadline: DeadlineSpec
     evaluation: EvaluationSpec
     fingerprints: Mapping[str, str]
     settings: Mapping[str, object]

@@ -251,6 +251,13 @@ class DeadlineExceeded(TidegateError, TimeoutError):
     default_code = "deadline"
 
 
+class DeadlineReached(TidegateError, TimeoutError):
+    """An attempt ended before its time was over; the message says what it published, or that it did not and why."""
+
+    exit_code = 75  # EX_TEMPFAIL of sysexits.h: nothing is wrong, try again
+    default_code = "deadline_reached"
+
+
 class ActorLost(TidegateError, RuntimeError):
     """A process of the run died; the message names it and who resumes."""
 

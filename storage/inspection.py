@@ -44,17 +44,19 @@ def summary(store: Store, run: str) -> dict[str, Any]:
 
 
 def evaluations(store: Store, run: str) -> list[dict[str, Any]]:
-    """One entry per evaluation result, in the order of recording."""
+    """One entry per evaluation result, in the order of recording, without those of steps that were reverted."""
     open_run(store, run)
-    return [
-        {"time": row.time, **msgspec.to_builtins(row.record)}
-        for row in _rows(store, run)
-        if isinstance(row.record, schema.EvaluationDone)
-    ]
+    found: list[dict[str, Any]] = []
+    for row in _rows(store, run):
+        if isinstance(row.record, schema.EvaluationDone):
+            found.append({"time": row.time, **msgspec.to_builtins(row.record)})
+        elif isinstance(row.record, schema.StepsReverted):
+            found = [entry for entry in found if entry["step"] <= row.record.to_step]
+    return found
 
 
 def steps(store: Store, run: str) -> list[dict[str, Any]]:
-    """One entry per committed step: its groups, time and metrics."""
+    """One entry per committed step: its groups, time and metrics. Steps that were reverted are not among them."""
     open_run(store, run)
     found: list[dict[str, Any]] = []
     groups: dict[int, tuple[int, ...]] = {}
@@ -65,6 +67,20 @@ def steps(store: Store, run: str) -> list[dict[str, Any]]:
             batch = groups.pop(row.record.lease, ())
             found.append({**row.record.metrics, "step": row.record.step, "time": row.time, "groups": batch,
                           "state_digest": row.record.state_digest})  # fmt: skip
+        elif isinstance(row.record, schema.StepsReverted):
+            del found[row.record.to_step :]
+    return found
+
+
+def reverts(store: Store, run: str) -> list[tuple[int, int]]:
+    """(incarnation, step) of every return to an earlier step."""
+    found: list[tuple[int, int]] = []
+    incarnation = 0
+    for row in _rows(store, run):
+        if isinstance(row.record, schema.RunClaimed):
+            incarnation = row.record.incarnation
+        elif isinstance(row.record, schema.StepsReverted):
+            found.append((incarnation, row.record.to_step))
     return found
 
 

@@ -116,19 +116,23 @@ class Group(msgspec.Struct, gc=False, array_like=True):
 
 class TrainedGroup(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """What a redo needs of a leased group: for each sibling, in order, the references to its token rows, the number of
-    its output samples, and its reward."""
+    its output samples, and its reward. `attempts` and `boundaries` are how far each had counted: the group goes on from
+    there if its step is reverted."""
 
     ordinal: int
     rows: tuple[tuple[tuple[str, int], ...], ...]
     samples: tuple[int, ...]
     rewards: tuple[float, ...]
     oldest: int
+    attempts: tuple[int, ...]
+    boundaries: tuple[int, ...]
 
 
 def trained_group(group: Group) -> TrainedGroup:
     """A completed group as a lease names it."""
-    rows, samples, rewards = zip(*[(one.rows, one.samples, one.reward) for one in group.rollouts], strict=True)
-    return TrainedGroup(group.ordinal, rows, samples, rewards, group.oldest)
+    columns = [(one.rows, one.samples, one.reward, one.attempt, one.boundaries) for one in group.rollouts]
+    rows, samples, rewards, attempts, boundaries = zip(*columns, strict=True)
+    return TrainedGroup(group.ordinal, rows, samples, rewards, group.oldest, attempts, boundaries)
 
 
 class Lease(msgspec.Struct, frozen=True, gc=False, array_like=True):
@@ -274,6 +278,11 @@ class Ledger:
 
     def state_counts(self) -> dict[str, int]:
         return {state.value: self.totals[state] for state in GroupState}
+
+    @property
+    def from_genesis(self) -> bool:
+        """Whether every committed step is still there, so that the initial weights are a base too."""
+        return len(self.steps) == self.step
 
     def missing_ordinals(self) -> list[int]:
         """Ordinals below the frontier that are in no place; always empty in a valid run."""

@@ -28,6 +28,8 @@ class RestorePlan:
     genesis: bool
     steps: dict[int, Step]
     blocks: dict[str, Block]
+    fresh: bool = True
+    """Whether the incarnation has published no version yet, so that steps can still be reverted in it."""
 
 
 @dataclass(slots=True)
@@ -50,9 +52,10 @@ def plan_restore(ledger: Ledger, run: str) -> RestorePlan:
         step=ledger.step,
         state_digest=ledger.state_digest,
         checkpoints=tuple(reversed(ledger.checkpoints)),
-        genesis=ledger.inherited is None and len(ledger.steps) == ledger.step,
+        genesis=ledger.from_genesis,
         steps=dict(ledger.steps),
         blocks={name: ledger.blocks[name] for name in names},
+        fresh=ledger.policy is None or ledger.policy.incarnation != ledger.incarnation,
     )
 
 

@@ -304,15 +304,20 @@ def group_discarded(ledger: Ledger, seq: int, record: schema.GroupDiscarded) -> 
     ledger.counts[f"discarded_{record.reason}"] += len(record.groups)
 
 
-def group_requeued(ledger: Ledger, seq: int, record: schema.GroupRequeued) -> None:
-    group = ledger.group(record.group, record, seq)
-    if group.state not in (COMPLETED, RESERVED) or group.num_live or not group.dispatched:
-        raise illegal(record, seq, f"group {record.group} is {group.state.value}", "dispatched, completed or waiting")
+def start_whole(ledger: Ledger, group: Group) -> None:
+    """Forget all work of a group without live attempts."""
     for rollout in group.rollouts:
         ledger.drop_work(rollout)
     group.num_sealed, group.recipe = 0, ledger.recipe
     ledger.set_state(group, RESERVED)
     ledger.set_oldest(group)
+
+
+def group_requeued(ledger: Ledger, seq: int, record: schema.GroupRequeued) -> None:
+    group = ledger.group(record.group, record, seq)
+    if group.state not in (COMPLETED, RESERVED) or group.num_live or not group.dispatched:
+        raise illegal(record, seq, f"group {record.group} is {group.state.value}", "dispatched, completed or waiting")
+    start_whole(ledger, group)
     ledger.counts[f"requeued_{record.reason}"] += 1
 
 

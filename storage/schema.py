@@ -223,6 +223,23 @@ class StepRedone(Record, frozen=True, forbid_unknown_fields=True):
     matches: bool
 
 
+class StepsReverted(Record, frozen=True, forbid_unknown_fields=True):
+    """Committed steps after `to_step`, up to `from_step`, are not in the lineage any more: the trainer was restored to
+    the state after `to_step` (a checkpoint's, or 0 for the initial weights), which has these digests, "" for step 0.
+
+    Checkpoints after it leave with them (they were damaged), and so do evaluations of their weights. The groups they
+    trained are unsettled again and start whole, and so does every other group with durable work: its tokens may come
+    from versions that nobody will ever train from again. Groups that were discarded or quarantined stay so. Only an
+    incarnation that has published no version and issued no lease yet may say this, so that (incarnation, number) of a
+    version is never used twice.
+    """
+
+    from_step: int
+    to_step: int
+    state_digest: str
+    weights_digest: str
+
+
 class CheckpointPublished(Record, frozen=True, forbid_unknown_fields=True):
     """The trainer's state after `step` is complete in the store; `position` is the sequence number of that commit."""
 
@@ -337,6 +354,7 @@ KINDS: dict[str, type[Record]] = {
     "lease_rolled_back": LeaseRolledBack,
     "step_committed": StepCommitted,
     "step_redone": StepRedone,
+    "steps_reverted": StepsReverted,
     "checkpoint_published": CheckpointPublished,
     "retired": Retired,
     "deleted": Deleted,

@@ -28,6 +28,7 @@ from storage.ledger import (
     Step,
     make_lease,
 )
+from storage.revert_transitions import steps_reverted
 from storage.rollout_transitions import end_attempt, illegal
 from storage.runs import changed_to
 from storage.schema import Record
@@ -90,7 +91,8 @@ def _policy_published(ledger: Ledger, seq: int, record: schema.PolicyPublished) 
     weights = ledger.weights_digest if ledger.step else ledger.initial_weights or record.digest
     if record.digest != weights:
         raise illegal(record, seq, f"weights {record.digest[:12]}", f"weights {weights[:12]} of step {ledger.step}")
-    ledger.initial_weights = ledger.initial_weights or record.digest
+    if not ledger.step:
+        ledger.initial_weights = record.digest
     ledger.policy = Policy(record.incarnation, record.number, record.digest)
 
 
@@ -227,6 +229,7 @@ TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
     schema.LeaseRolledBack: _lease_rolled_back,
     schema.StepCommitted: _step_committed,
     schema.StepRedone: _step_redone,
+    schema.StepsReverted: steps_reverted,
     schema.CheckpointPublished: _checkpoint_published,
     schema.Retired: retention.retired,
     schema.Deleted: retention.deleted,

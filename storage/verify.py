@@ -74,6 +74,8 @@ class Report:
     rollouts_regenerated: int = 0
     steps_redone: int = 0
     steps_diverged: int = 0
+    steps_reverted: int = 0
+    groups_reverted: int = 0
     checkpoints: int = 0
     checkpoints_kept: int = 0
     retired: int = 0
@@ -108,6 +110,8 @@ class Auditor:
         self._info = info
         self._reader = PayloadReader(store, info.run)
         self._leases: dict[int, tuple[int, ...]] = {}
+        self._steps: dict[int, tuple[int, ...]] = {}
+        self.steps_reverted = self.groups_reverted = 0
         self._versions: set[tuple[int, int]] = set()
         self._weights: dict[str, set[int]] = {}
         self._store = store
@@ -131,12 +135,25 @@ class Auditor:
             if isinstance(row.record, schema.LeaseIssued):
                 self._leases[row.record.lease] = row.record.groups
             elif isinstance(row.record, schema.StepCommitted):
-                self.trained.update(self._leases.get(row.record.lease, ()))
+                groups = self._steps[row.record.step] = self._leases.get(row.record.lease, ())
+                self.trained.update(groups)
+            elif isinstance(row.record, schema.StepsReverted):
+                self._take_back(row.record)
             elif isinstance(row.record, schema.EvaluationDone):
                 self.evaluated[row.record.suite, row.record.step] += 1
                 self.mixed += row.record.mixed
             elif isinstance(row.record, schema.Forked):
                 self.forked = row.record
+
+    def _take_back(self, record: schema.StepsReverted) -> None:
+        """What was trained and evaluated after `to_step` is no part of the surviving lineage."""
+        for step in range(record.to_step + 1, record.from_step + 1):
+            groups = self._steps.pop(step, ())
+            self.trained.subtract(groups)
+            self.groups_reverted += len(groups)
+        self.steps_reverted += record.from_step - record.to_step
+        for key in [key for key in self.evaluated if key[1] > record.to_step]:
+            del self.evaluated[key]
 
     def audit(self, segment: Segment) -> None:
         """Fold one segment and check its meaning. Raises what is wrong."""
@@ -240,6 +257,8 @@ class Auditor:
         elif isinstance(record, schema.PolicyPublished):
             self._versions.add((record.incarnation, record.number))
             self._weights.setdefault(record.digest, set()).add(record.number)
+        elif isinstance(record, schema.StepsReverted):
+            self._versions.clear()  # work of older versions was dropped: what is trained from here on is newer
         elif isinstance(record, schema.EvaluationDone):
             self._check_evaluated(record)
         elif isinstance(record, schema.Retired):
@@ -476,6 +495,7 @@ def _fill(report: Report, auditor: Auditor) -> None:
         counts["rollouts_regenerated"],
     )
     report.steps_redone, report.steps_diverged = counts["step_redone"], counts["steps_diverged"]
+    report.steps_reverted, report.groups_reverted = auditor.steps_reverted, auditor.groups_reverted
     report.checkpoints, report.checkpoints_kept = counts["checkpoint_published"], len(ledger.kept)
     report.retired, report.deleted = auditor.retired["retired"], auditor.retired["deleted"]
     report.payload_retired = auditor.rows_unproven

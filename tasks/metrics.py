@@ -22,7 +22,7 @@ from tensorboard.summary.writer.record_writer import RecordWriter
 
 from storage.errors import TidegateError
 from storage.filesystem import Store
-from storage.inspection import evaluations
+from storage.inspection import evaluations, reverts
 from storage.inspection import steps as committed_steps
 from storage.runs import RunPaths
 from storage.schema import EvaluationDone
@@ -58,9 +58,13 @@ def event_file(points: list[Point]) -> bytes:
 
 
 def last_written(store: Store, run: str) -> int:
-    """The last step whose points are stored, 0 when none are."""
-    names = [key.rpartition("/")[2] for key in store.list(RunPaths(run).metrics)]
-    return max((int(name.split(".")[3]) for name in names if name.startswith("events.out.tfevents.")), default=0)
+    """The last step whose points are stored, 0 when none are. Points of steps that were reverted later do not count."""
+    names = [key.rpartition("/")[2].split(".") for key in store.list(RunPaths(run).metrics)]
+    files = [
+        (int(name[3]), int(name[4].partition("-")[0])) for name in names if name[:3] == ["events", "out", "tfevents"]
+    ]
+    taken_back = reverts(store, run) if files else []
+    return max([min([last, *[to for by, to in taken_back if by > of]]) for last, of in files], default=0)
 
 
 class MetricsLog:

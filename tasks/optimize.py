@@ -6,7 +6,7 @@ from prefect import task
 
 from gpu.training.messages import Trained
 from storage.errors import TrainingDiverged
-from tasks.session import PHASE, session
+from tasks.session import PHASE, deadline, session
 
 
 @task(task_run_name="lease_batch-{step}", **PHASE)
@@ -22,7 +22,7 @@ async def lease_batch(step: int) -> int:
 async def train_batch(step: int) -> dict[str, float]:
     """One optimizer step on the leased groups, then its commit. After the trainer's first change the only way out is
     the commit, or the end of the incarnation."""
-    one = session()
+    one, began = session(), deadline().now()
     assert one.grant is not None, "lease before training"
     try:
         trained: Trained = await one.trainer.train(one.caller, one.grant)
@@ -34,6 +34,8 @@ async def train_batch(step: int) -> dict[str, float]:
         one.caller, trained.lease, trained.step, trained.state_digest, trained.weights_digest, trained.metrics
     )
     one.grant = None
+    one.step = one.committed = trained.step
+    deadline().trained(deadline().now() - began)
     one.history.append({"step": float(trained.step), **trained.metrics})
     return trained.metrics
 

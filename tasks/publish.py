@@ -19,7 +19,7 @@ from storage.errors import (
     UploadLost,
 )
 from storage.schema import CheckpointPublished
-from tasks.session import PHASE, Session, session
+from tasks.session import PHASE, Session, deadline, session
 
 TRIES, PAUSE_S = 3, 2.0
 """For one capture. Each request of a try is itself repeated by the store until its deadline."""
@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 async def publish_checkpoint(step: int) -> int:
     """Capture the state after `step` under the hold; upload and publication go on beside training. Returns its size in
     bytes, 0 when another publication is still under way, be it an older driver's (the next due step tries again)."""
-    one = session()
+    one, began = session(), deadline().now()
     if one.upload is not None and not one.upload.done():
         return 0
     await finish_upload(one)
@@ -39,16 +39,17 @@ async def publish_checkpoint(step: int) -> int:
     await one.manager.prepare_checkpoint(one.caller, one.hold)
     size: int = await one.trainer.capture(one.caller, step)
     if size:
-        one.upload = asyncio.create_task(_upload(one, step))
+        one.upload = asyncio.create_task(_upload(one, step, began))
         one.upload.add_done_callback(seen)
     return size
 
 
-async def _upload(one: Session, step: int) -> None:
+async def _upload(one: Session, step: int, began: float) -> None:
     newest = await one.manager.newest_checkpoint(one.caller)
     written = await _written(one, step, newest)
     await one.manager.publish_checkpoint(one.caller, step, *written)
     one.saved_step = step
+    deadline().published(deadline().now() - began)
 
 
 async def _written(one: Session, step: int, newest: CheckpointPublished | None) -> Written:

@@ -87,9 +87,11 @@ async def resume_report(run: str, opened: Opened, resumed: Resumed) -> str:
     """How this attempt found the run, as an artifact; returns the sentence."""
     how = "kept the trainer" if resumed.warm else f"restored step {resumed.base}, redid {resumed.redone} steps"
     came = "claimed as" if opened.new else "joined"
-    text = f"Run {run}: {came} incarnation {opened.incarnation} at step {resumed.step}, driver {opened.token}: {how}."
+    text = f"Run {run}: {came} incarnation {resumed.incarnation} at step {resumed.step}, driver {opened.token}: {how}."
     if resumed.ahead:
         text += " One trained step was not committed yet; it is committed now."
+    if resumed.reverted:
+        text += f" {resumed.reverted} committed steps after it were taken back; their groups start again."
     if resumed.diverged:
         text += f" {resumed.diverged} redone steps came to another state than committed."
     for reason in resumed.rejected:

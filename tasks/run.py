@@ -19,7 +19,7 @@ from gpu.training.messages import RestoredBase, Trained, TrainerStatus
 from storage.errors import ActorLost, RestoreRefused, RunFenced, TidegateError, UserError
 from storage.opening import open_store
 from storage.restore import RestorePlan
-from tasks.session import PHASE, Session, session, use
+from tasks.session import PHASE, Session, deadline, session, use
 
 log = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 class Resumed(msgspec.Struct, frozen=True):
     """How a driver found its run. `step` is the last committed one; `warm`: the trainer needed no restore; `ahead`: it
-    holds one step more, trained and not yet committed."""
+    holds one step more, trained and not yet committed; `reverted` steps were taken back instead of redone."""
 
     incarnation: int
     step: int
@@ -45,6 +45,7 @@ class Resumed(msgspec.Struct, frozen=True):
     warm: bool
     ahead: bool
     rejected: tuple[str, ...]
+    reverted: int = 0
 
 
 class Cluster(Protocol):
@@ -82,7 +83,18 @@ async def open_session(
         raise
     trainer, _ = await starting
     attached: Attached = await manager.attach(owner, take_over, this_place(), attempt)
-    use(Session(spec, attached.caller, manager, trainer))
+    one = Session(spec, attached.caller, manager, trainer)
+
+    async def reopen(reason: str) -> None:
+        one.moving = True
+        await one.manager.retire(one.caller, reason)
+        one.manager, _ = await cluster.manager(owner)
+        one.caller = (await one.manager.attach(owner, False, this_place(), attempt)).caller
+        await one.trainer.claim(one.caller)
+        one.moving = False
+
+    one.reopen = reopen
+    use(one)
     return Opened(attached.caller.incarnation, attached.caller.token, new, attached.finished)
 
 
@@ -104,22 +116,30 @@ async def why_lost(one: Session, error: ActorLost) -> TidegateError:
 
 @task(task_run_name="restore_trainer", **PHASE)
 async def restore_trainer() -> Resumed:
-    """Bring the trainer to exactly the run's last committed step: keep it if it is there, else checkpoint plus redo.
+    """Bring the trainer to exactly the run's last committed step: keep it if it is there, else checkpoint plus redo, or
+    under the policy `requeue` the checkpoint, whose step is the last one from then on.
 
-    Redone steps train the journaled groups in their order and generate nothing. Raises `RestoreRefused`.
+    Redone steps train the journaled groups in their order and generate nothing. Raises `RestoreRefused`, and `Ending`
+    between two of them.
     """
     one = session()
     plan: RestorePlan = await one.manager.plan(one.caller)
     one.saved_step = plan.checkpoints[0].step if plan.checkpoints else 0
+    one.committed = plan.step
     status: TrainerStatus = await one.trainer.claim(one.caller)
     if _holds_the_run(status, plan):
+        one.step = plan.step
         return Resumed(one.caller.incarnation, plan.step, plan.step, 0, 0, True, status.step > plan.step, ())
     base: RestoredBase = await one.trainer.restore(one.caller, plan)
-    diverged = 0
+    one.step, diverged = base.step, 0
+    if base.step < plan.step and one.spec.steps.redo == "requeue":
+        return await _revert(one, plan, base)
     for step in range(base.step + 1, plan.step + 1):
+        deadline().check(f"before step {step} was redone")
         trained: Trained = await one.trainer.redo(one.caller, step)
         matches = await one.manager.redone(one.caller, step, trained.state_digest, trained.weights_digest)
         diverged += not matches
+        one.step = step
         log.info("op=redo step=%d of=%d matches=%s", step, plan.step, matches)
         if not matches and one.spec.steps.strict_redo:
             raise RestoreRefused(
@@ -131,6 +151,20 @@ async def restore_trainer() -> Resumed:
     return Resumed(
         one.caller.incarnation, plan.step, base.step, plan.step - base.step, diverged, False, False, base.rejected
     )
+
+
+async def _revert(one: Session, plan: RestorePlan, base: RestoredBase) -> Resumed:
+    """Take back the committed steps after the base. An incarnation that has published a version is succeeded first."""
+    if not plan.fresh:
+        assert one.reopen is not None, "sessions are opened by open_session"
+        await one.reopen(f"steps {base.step + 1} to {plan.step} are reverted")
+    status: TrainerStatus = await one.trainer.status()
+    digests = (status.state_digest, status.weights_digest) if base.step else ("", "")
+    await one.manager.revert(one.caller, base.step, *digests)
+    log.info("op=revert from=%d to=%d", plan.step, base.step)
+    one.saved_step = one.committed = base.step
+    reverted = plan.step - base.step
+    return Resumed(one.caller.incarnation, base.step, base.step, 0, 0, False, False, base.rejected, reverted)
 
 
 def _holds_the_run(status: TrainerStatus, plan: RestorePlan) -> bool:

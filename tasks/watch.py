@@ -34,10 +34,14 @@ async def _watch(one: Session) -> None:
     bound = one.spec.steps.alive_s
     while True:
         await asyncio.sleep(bound / 3)
-        for name, process, ask in (("manager", one.manager, "condition"), ("trainer", one.trainer, "status")):
+        for name, ask in (("manager", "condition"), ("trainer", "status")):
+            process = getattr(one, name)
             try:
                 async with asyncio.timeout(bound):
                     await getattr(process, ask)()
+            except ActorLost:
+                if not one.moving and process is getattr(one, name):  # else this driver replaced it
+                    raise
             except TimeoutError as error:
                 raise ActorLost(
                     f"the {name} did not answer for {bound:.0f} s",

@@ -22,7 +22,7 @@ from storage import schema
 from storage.clock import Clock
 from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
 from storage.journal import JournalWriter
-from storage.ledger import RESERVED, UNKNOWN_VERSION, Group, Ledger, Recipe
+from storage.ledger import GENERATING, RESERVED, UNKNOWN_VERSION, Group, Ledger, Recipe
 from storage.quarantine import check_release
 from storage.retention import Retention, plan
 
@@ -154,6 +154,23 @@ class RolloutControl:
         matches = self.ledger.steps[step].state_digest == state_digest if step in self.ledger.steps else False
         self.books.record(schema.StepRedone(step, state_digest, weights_digest, matches))
         return matches
+
+    def revert(self, to_step: int, state_digest: str, weights_digest: str) -> int:
+        """The trainer was restored to `to_step` and will not redo what was committed after it. Returns the sequence
+        number to wait for; idempotent. Raises `LedgerInvalid` once this incarnation has begun anything."""
+        ledger = self.ledger
+        if ledger.step == to_step:
+            return self.books.journal.last_seq
+        if ledger.lease is not None:
+            self.leasing.roll_back(ledger.lease.lease, "reverted")
+        for group in ledger.groups.values():
+            if group.state is GENERATING:
+                self.results.judging.drop(group.ordinal)
+        seq = self.books.record(schema.StepsReverted(ledger.step, to_step, state_digest, weights_digest))
+        self.evaluations.revert(to_step)
+        for ordinal in ledger.groups:
+            self.scheduler.waits(ordinal)
+        return seq
 
     def publish_checkpoint(self, step: int, manifest: str, digest: str, size: int, written: int) -> int:
         """The checkpoint of a committed step is complete in the store; others lose their meaning. Idempotent by

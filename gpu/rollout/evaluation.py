@@ -139,6 +139,13 @@ class Evaluations:
             one.digest = one.digest or self._books.ledger.weights_digest
             self._finish(one)
 
+    def revert(self, to_step: int) -> None:
+        """The weights after later steps are gone; when such a step is committed again, so are its evaluations due."""
+        for one in [one for one in self._running if one.step > to_step]:
+            self._plain.close(one.source)
+            self._running.remove(one)
+        self.newest = {suite: done for suite, done in self.newest.items() if done.step <= to_step}
+
     def _finish(self, one: _Evaluation) -> None:
         self._plain.close(one.source)
         self._running.remove(one)

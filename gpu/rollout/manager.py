@@ -36,7 +36,7 @@ from gpu.rollout.signal import Signal, wait_event
 from gpu.rollout.waits import Waits
 from gpu.rollout.watchdog import Watchdog
 from storage.clock import Clock
-from storage.errors import DeadlineExceeded, RunFenced
+from storage.errors import ActorLost, DeadlineExceeded, RunFenced
 from storage.filesystem import Store
 from storage.journal import JournalWriter, claim
 from storage.ledger import UNDECLARED, Ledger, Policy, Recipe
@@ -327,12 +327,29 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
             await self._durable(self.control.books.journal.last_seq, "the journal")
             return plan_restore(self.control.ledger, self.info.run)
 
+    async def flush(self, caller: Caller) -> None:
+        """Returns when everything the journal was told so far is durable."""
+        with self.callers.call(caller):
+            await self._durable(self.control.books.journal.last_seq, "the journal")
+
     async def redone(self, caller: Caller, step: int, state_digest: str, weights_digest: str) -> bool:
         """A committed step was trained again; whether the digests agree."""
         self.callers.check(caller)
         matches = self.control.redone(step, state_digest, weights_digest)
         self.committer.appended()
         return matches
+
+    async def revert(self, caller: Caller, to_step: int, state_digest: str, weights_digest: str) -> None:
+        """Committed steps after `to_step` are taken back; returns when that is durable. May be repeated."""
+        with self.callers.call(caller):
+            seq = self.control.revert(to_step, state_digest, weights_digest)
+            self.changed.notify()
+            await self._durable(seq, f"the return to step {to_step}")
+
+    async def retire(self, caller: Caller, reason: str) -> None:
+        """End this incarnation, so that the driver goes on with the next one. What it was told is durable."""
+        await self.flush(caller)
+        self.fail(ActorLost(f"the manager was retired: {reason}", expected="its successor", action="nothing"))
 
     async def newest_checkpoint(self, caller: Caller) -> CheckpointPublished | None:
         """What a publication that begins now may refer to."""

@@ -41,7 +41,7 @@ REASONS = {
 REFUSALS = {
     "checkpoint with an open lease", "commit after rollback", "commit of another step", "end with an open lease",
     "hold that ended", "late report", "late verdict", "repeated checkpoint", "repeated commit", "repeated end",
-    "repeated evaluation",
+    "repeated evaluation", "repeated revert",
     "repeated publication", "repeated release", "repeated rollback", "rollback after commit", "unknown commit",
     "unknown rollback", "version that nobody published", "wrong epoch",
 }  # fmt: skip

@@ -210,13 +210,17 @@ class Drivers:
         self._world.tally["checkpoints"] += 1
 
     def _restore(self, control: RolloutControl) -> None:
-        """Checkpoint plus redo, as a real trainer does it."""
+        """Checkpoint plus redo, as a real trainer does it, or the checkpoint alone."""
         plan = plan_restore(control.ledger, RUN)
         base = load_base(self._world.store, plan)
         assert not base.rejected, base.rejected
         digest = base.manifest.state_digest if base.manifest else ""
         assert base.manifest is None or buffers_digest(base.buffers, base.manifest.meta) == digest
         trainer = Trainer(step=base.step, digest=digest)
+        if self._world.requeues and base.step < plan.step:
+            control.revert(base.step, digest, digest)
+            self.trainer = trainer
+            return
         for step in range(base.step + 1, plan.step + 1):
             self._read(plan.steps[step].lease, plan.blocks, {})
             digest = trainer.train(plan.steps[step].lease, trainer.digest)

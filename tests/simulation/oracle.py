@@ -15,7 +15,8 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 PROVEN = ("steps_redone", "rollouts_reused", "rollouts_regenerated", "rollouts_continued", "rollouts_sealed",
-          "consumed", "discarded", "quarantined", "segments", "segments_retired", "lost", "trained_twice")  # fmt: skip
+          "steps_reverted", "consumed", "discarded", "quarantined", "segments", "segments_retired", "lost",
+          "trained_twice")  # fmt: skip
 
 
 def check(control: RolloutControl, limits: Limits) -> None:
@@ -36,7 +37,7 @@ def check(control: RolloutControl, limits: Limits) -> None:
     assert ledger.live == live
     assert live + control.plain.live == len(control.scheduler.active)
     assert ledger.dispatched == dispatched <= limits.max_completed
-    assert len(ledger.groups) <= limits.max_retained
+    assert len(ledger.groups) <= limits.max_retained + ledger.counts["groups_reverted"], "what came back has no room"
     if limits.submission is Submission.SAMPLE:
         assert live + control.plain.live <= limits.max_executing
     assert ledger.oldest_counts == counted

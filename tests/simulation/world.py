@@ -60,6 +60,7 @@ class World:
         self.limits = limits or draw_limits(self.rng, shape)
         filters = [keep_all, keep_all, zero_variance if self.limits.num_siblings > 1 else keep_all]
         self.filter: Callable[[Sequence[float]], str] = self.rng.choice(filters)
+        self.requeues = random.Random(f"redo {seed}").random() < 0.4
         self.tally: Counter[str] = Counter(worlds=1)
         self.engine_version: int | None = None
         self.done = False

@@ -137,6 +137,19 @@ class Driver(World):
             same = rng.random() < 0.8
             assert self.control.redone(step, state if same else self._state(f"{state} redone"), weights) is same
 
+    def revert(self, rng: random.Random) -> None:
+        """A restored trainer does not redo the steps after its checkpoint: they are taken back."""
+        bases = [*([0] if self.control.ledger.from_genesis else []), *self.oracle.tried.values()]
+        bases = [step for step in bases if step < self.oracle.step]
+        if not bases or self.oracle.finished:
+            return
+        step = rng.choice(bases)
+        _, state, weights = self.oracle.states[step] if step else (0, "", "")
+        self.control.revert(step, state, weights)
+        self.follow()
+        with self.unchanged("repeated revert"):
+            self.control.revert(step, state, weights)
+
     def checkpoint(self, rng: random.Random) -> None:
         step = self.oracle.step
         if not step or self.oracle.finished:

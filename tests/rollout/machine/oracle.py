@@ -82,10 +82,12 @@ class Oracle:
         self.trained: Counter[int] = Counter()
         self.lease: schema.LeaseIssued | None = None
         self.states: dict[int, tuple[int, str, str]] = {}
-        self.frontier = self.incarnation = self.step = self.checkpoint = self.snapshot = 0
         self.tried: dict[str, int] = {}
         self.kept: dict[str, int] = {}
         self.retired: dict[str, int] = {}
+        self.batches: dict[int, dict[int, tuple[int, ...]]] = {}
+        self.published_in = 0
+        self.frontier = self.incarnation = self.step = self.snapshot = 0
         self.due: set[tuple[str, int]] = set()
         self.evaluated: set[tuple[str, int]] = set()
         self.recovery = "sibling"
@@ -99,6 +101,11 @@ class Oracle:
     def places(self) -> dict[int, str]:
         """Where each unsettled group is."""
         return {ordinal: group.place for ordinal, group in self.groups.items()}
+
+    @property
+    def checkpoint(self) -> int:
+        """The newest one's step."""
+        return max(self.tried.values(), default=0)
 
     @property
     def live(self) -> set[Identity]:
@@ -145,7 +152,6 @@ class Oracle:
             (ledger.retired, self.retired),
         ):
             assert {one.manifest: one.step for one in shown} == known
-        assert all(step > min(self.tried.values(), default=0) for step in ledger.steps)
         assert (set(ledger.due), ledger.evaluated) == (self.due, self.evaluated)
         assert not any(group.whole and group.lost for group in self.groups.values()), "redone whole"
         assert (ledger.lease.lease if ledger.lease else None) == (self.lease.lease if self.lease else None)
@@ -259,6 +265,9 @@ class Oracle:
     def _group_requeued(self, record: schema.GroupRequeued) -> None:
         group = self.groups[record.group]
         assert group.place in ("reserved", "completed")
+        self._drop(group)
+
+    def _drop(self, group: Owned) -> None:
         group.completed, group.lost, group.whole = False, False, self.recovery == "prompt_group"
         for slot in group.slots:
             slot.drop()
@@ -301,6 +310,7 @@ class Oracle:
     def _step_committed(self, record: schema.StepCommitted) -> None:
         lease = self._close_lease(record.lease)
         assert record.step == lease.step == self.step + 1
+        self.batches[record.step] = {o: tuple(slot.attempt for slot in self.groups[o].slots) for o in lease.groups}
         for ordinal in lease.groups:
             self._settle(ordinal, "consumed")
         self.trained.update(lease.groups)
@@ -314,7 +324,6 @@ class Oracle:
 
     def _checkpoint_published(self, record: schema.CheckpointPublished) -> None:
         assert self.checkpoint < record.step <= self.step
-        self.checkpoint = record.step
         self.tried[record.manifest] = record.step
 
     def _retired(self, record: schema.Retired) -> None:
@@ -322,13 +331,37 @@ class Oracle:
             self.retired[name] = self.tried.pop(name) if name in self.tried else self.kept.pop(name)
         for name in record.kept:
             self.kept[name] = self.tried.pop(name)
-        assert self.checkpoint in self.tried.values(), "the newest is never retired"
         left = min(self.tried.values())
-        assert left > max([*self.kept.values(), *self.retired.values()]), "the oldest go"
+        gone = [self.retired[name] for name in record.manifests]
+        assert left > max([*self.kept.values(), *gone]), "the oldest go"
 
     def _deleted(self, record: schema.Deleted) -> None:
         for name in record.manifests:
             del self.retired[name]
+
+    def _policy_published(self, record: schema.PolicyPublished) -> None:
+        assert self.published_in <= record.incarnation == self.incarnation
+        self.published_in = record.incarnation
+
+    def _steps_reverted(self, record: schema.StepsReverted) -> None:
+        assert self.published_in < self.incarnation, "no number of a version is used twice in one incarnation"
+        assert self.lease is None
+        assert not self.live
+        assert record.to_step in [0, *self.tried.values()]
+        for group in self.groups.values():
+            if any(slot.turns for slot in group.slots):
+                self._drop(group)
+        for step in range(record.to_step + 1, record.from_step + 1):
+            for ordinal, attempts in self.batches.pop(step).items():
+                assert self.settled.pop(ordinal) == "consumed"
+                self.trained[ordinal] -= 1
+                self.groups[ordinal] = Owned([Slot(attempt=attempt) for attempt in attempts])
+            del self.states[step]
+        for name in [name for name, step in self.tried.items() if step > record.to_step]:
+            self.retired[name] = self.tried.pop(name)
+        self.due = {key for key in self.due if key[1] <= record.to_step}
+        self.evaluated = {key for key in self.evaluated if key[1] <= record.to_step}
+        self.step = record.to_step
 
     def _recipe_declared(self, record: schema.RecipeDeclared) -> None:
         self.recovery = record.recovery

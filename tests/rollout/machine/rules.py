@@ -122,6 +122,8 @@ class Machine(Workers, Driver, RuleBasedStateMachine):
         recipe = Recipe(rng.choice(["sibling", "prompt_group"]), rng.choice(["old", "new"]))
         self.control.declare(recipe if rng.random() < 0.3 else self.control.ledger.recipe)
         self.follow()
+        if rng.random() < 0.3:
+            self.revert(rng)
         if rng.random() < 0.8:
             self.activate(rng)
 
