@@ -82,7 +82,7 @@ class Oracle:
         self.trained: Counter[int] = Counter()
         self.lease: schema.LeaseIssued | None = None
         self.states: dict[int, tuple[int, str, str]] = {}
-        self.frontier = self.incarnation = self.step = self.checkpoint = self.snapshot = 0
+        self.frontier = self.incarnation = self.step = self.checkpoint = self.snapshot = self.base = 0
         self.tried: dict[str, int] = {}
         self.kept: dict[str, int] = {}
         self.retired: dict[str, int] = {}
@@ -145,7 +145,7 @@ class Oracle:
             (ledger.retired, self.retired),
         ):
             assert {one.manifest: one.step for one in shown} == known
-        assert all(step > min(self.tried.values(), default=0) for step in ledger.steps)
+        assert sorted(ledger.steps) == list(range(self.base + 1, self.step + 1)), "what a redo needs"
         assert (set(ledger.due), ledger.evaluated) == (self.due, self.evaluated)
         assert not any(group.whole and group.lost for group in self.groups.values()), "redone whole"
         assert (ledger.lease.lease if ledger.lease else None) == (self.lease.lease if self.lease else None)
@@ -323,8 +323,8 @@ class Oracle:
         for name in record.kept:
             self.kept[name] = self.tried.pop(name)
         assert self.checkpoint in self.tried.values(), "the newest is never retired"
-        left = min(self.tried.values())
-        assert left > max([*self.kept.values(), *self.retired.values()]), "the oldest go"
+        self.base = min(self.tried.values())
+        assert self.base > max([*self.kept.values(), *self.retired.values()]), "the oldest go"
 
     def _deleted(self, record: schema.Deleted) -> None:
         for name in record.manifests:
