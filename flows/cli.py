@@ -7,6 +7,7 @@
     tidegate verify  RUN                                            prove the run from storage alone
     tidegate inspect RUN [--step N | --group N | --evaluations]     look into storage
     tidegate diff    RUN[@STEP] RUN[@STEP]                          how two published checkpoints differ
+    tidegate gc      RUN [--dry-run] [--pins]                       delete what crashes left and no record mentions
     tidegate quarantine list RUN                                    groups that spent their attempts, and why
     tidegate quarantine release RUN GROUP...                        give them another budget
 
@@ -33,6 +34,7 @@ from rich.table import Table
 from flows import settings
 from flows.config import RunConfig
 from flows.diff import add_diff
+from flows.gc import add_gc
 from flows.live import ask_manager, open_reached
 from flows.quarantine import add_quarantine
 from gpu.prepare import preflight
@@ -85,6 +87,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--group", type=int, help="the whole history of one group")
     inspect.add_argument("--evaluations", action="store_true", help="every evaluation result")
     add_diff(commands)
+    add_gc(commands)
     add_quarantine(commands)
     return parser
 

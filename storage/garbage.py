@@ -89,7 +89,8 @@ def find_garbage(store: Store, run: str, clock: Clock, grace_s: float) -> Garbag
 def delete_garbage(store: Store, garbage: Garbage, *, pins: bool) -> list[str]:
     """Delete what was found, pins only when `pins`; returns the keys that could not be deleted. Objects go before the
     manifests that lead to them."""
-    kinds = [kind for kind in KINDS if kind != "pins" or pins]
+    theirs = {"objects"} if not garbage.finished else set[str]()  # the manager of a run that goes on deletes them
+    kinds = [kind for kind in KINDS if kind not in theirs and (kind != "pins" or pins)]
     loose = {one.name for one in garbage.leftovers}
     keys = [item.key for kind in kinds for item in garbage.items[kind] if item.key not in loose]
     failed = store.delete(keys) if keys else []
