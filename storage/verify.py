@@ -135,10 +135,11 @@ class Auditor:
         self._check_snapshot(segment.header.slot)
         for row in segment.rows:
             self._before(row)
-        fold_segment(self.ledger, segment)
-        for row in segment.rows:
-            if isinstance(row.record, schema.StepCommitted):
-                self._check_lease(self.ledger.steps[row.record.step].lease)
+        fold_segment(self.ledger, segment, self._after)
+
+    def _after(self, row: Row) -> None:
+        if isinstance(row.record, schema.StepCommitted):
+            self._check_lease(self.ledger.steps[row.record.step].lease)
 
     def audit_unsettled(self) -> None:
         """The durable turns of groups that are not settled yet. Raises what is wrong."""
