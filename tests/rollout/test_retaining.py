@@ -301,6 +301,19 @@ def _named(one: CheckpointPublished) -> tuple[str, str]:
     return one.manifest, one.digest
 
 
+async def test_a_manager_that_ends_in_the_middle_of_a_deletion_makes_no_further_call(run: Run) -> None:
+    for _ in range(2):
+        await run.publish()
+    run.store.gate.clear()
+    await run.publish()
+    await until(run.store.begun.is_set)
+    await run.manager.stop()
+    run.store.gate.set()
+    await until(lambda: bool(run.store.deletes))
+    await asyncio.sleep(0.1)
+    assert len(run.store.list(PATHS.checkpoints)) == 3, "the manifest was the next call"
+
+
 async def test_a_stopped_manager_that_goes_on_deletes_nothing_more(run: Run) -> None:
     for _ in range(2):
         await run.publish()

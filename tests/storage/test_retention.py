@@ -209,15 +209,23 @@ class Refusing(MemoryStore):
 
 
 class Published:
-    """Checkpoints of steps 1 to 5: one tensor never changes, one is the same in steps 1 and 2 and again in 5, one is
-    always new. The first three are retired."""
+    """Checkpoints of steps 1 to 5: one tensor never changes, one is the same in steps 1 and 2 and again in 5, one in
+    steps 1 and 2 only, one is always new. The first three are retired."""
 
     def __init__(self) -> None:
         self.store = Refusing()
         publisher = Publisher(self.store, RUN, shard_bytes=4)
         again = {1: 7.0, 2: 7.0, 3: 3.5, 4: 4.5, 5: 7.0}
         self.records = [
-            publisher.publish(step, {"a": floats(1.0), "b": floats(again[step]), "c": floats(10.0 + step)})
+            publisher.publish(
+                step,
+                {
+                    "a": floats(1.0),
+                    "b": floats(again[step]),
+                    "c": floats(10.0 + step),
+                    "d": floats(20.0 + max(step, 2)),
+                },
+            )
             for step in range(1, 6)
         ]
         self.retired, self.left = self.records[:3], self.records[3:]
@@ -311,7 +319,7 @@ def test_a_deletion_that_stops_anywhere_is_gone_on_with(
 
 
 def test_a_key_that_cannot_be_deleted_keeps_its_manifest_and_the_others_go(published: Published) -> None:
-    lost = published.objects(published.retired[1]) - published.objects(*published.left)
+    lost = published.objects(published.retired[1]) - published.objects(published.retired[0], *published.left)
     published.store.stuck = [min(lost)]
     done = published.deletion()
     assert done.deleted == Deleted((published.retired[0].manifest, published.retired[2].manifest), ())
