@@ -14,13 +14,16 @@ from flows.seaweed import S3Server
 from gpu.generation import worker
 from storage import payload
 from storage.checkpoint import read_manifest
+from storage.clock import SystemClock
 from storage.filesystem import Store
-from storage.journal import fold
+from storage.garbage import delete_garbage, find_garbage
+from storage.journal import fold, read_journal, rows_of
 from storage.ledger import Ledger
 from storage.local import LocalStore
 from storage.opening import open_store
 from storage.retention import objects_of
 from storage.runs import RunPaths
+from storage.schema import CheckpointPublished
 from tests.faults.house import RUN, House, small, until
 
 PATHS = RunPaths(RUN)
@@ -44,6 +47,15 @@ def _in_files(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def names(store: Store, folder: str) -> set[str]:
     return {key.rpartition("/")[2] for key in store.list(folder)}
+
+
+def check_orphans(store: Store, ledger: Ledger) -> None:
+    """Beside the ledger's checkpoints there may only be what a killed trainer uploaded and nobody recorded."""
+    known = {one.manifest for one in (*ledger.kept, *ledger.checkpoints)}
+    rows = rows_of(read_journal(store, RUN))
+    recorded = {row.record.manifest for row in rows if isinstance(row.record, CheckpointPublished)}
+    assert known <= names(store, PATHS.checkpoints)
+    assert (names(store, PATHS.checkpoints) - known).isdisjoint(recorded), "what was retired is gone"
 
 
 def check_holds(store: Store, ledger: Ledger) -> None:
@@ -78,7 +90,10 @@ async def test_a_run_that_publishes_much_keeps_little_and_survives_kills(tmp_pat
     assert ledger.kept
     assert all(one.step % 2 == 0 for one in ledger.kept)
     assert ledger.retired == []
+    check_orphans(store, ledger)
+    assert delete_garbage(store, find_garbage(store, RUN, SystemClock(), 3600.0), pins=False) == []
     check_holds(store, ledger)
+    assert house.verify().as_dict() == report.as_dict(), "garbage is no part of what is proven"
     assert (report.checkpoints_kept, report.retired, report.deleted > 4) == (len(ledger.kept), report.deleted, True)
     assert report.payload_retired > 0
     for one in (*ledger.kept, *ledger.checkpoints):
