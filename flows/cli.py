@@ -8,6 +8,7 @@
     tidegate inspect RUN [--step N | --group N | --evaluations]     look into storage
     tidegate diff    RUN[@STEP] RUN[@STEP]                          how two published checkpoints differ
     tidegate fork    RUN[@STEP] NEW [--last-good]                   a new run from a checkpoint; also of a damaged run
+    tidegate gc      RUN [--dry-run] [--pins]                       delete what crashes left and no record mentions
     tidegate quarantine list RUN                                    groups that spent their attempts, and why
     tidegate quarantine release RUN GROUP...                        give them another budget
 
@@ -36,6 +37,7 @@ from flows.changes import load_config, settings_of
 from flows.config import RunConfig
 from flows.diff import add_diff
 from flows.fork import add_fork
+from flows.gc import add_gc
 from flows.live import ask_manager, open_reached
 from flows.quarantine import add_quarantine
 from gpu.prepare import preflight
@@ -89,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     inspect.add_argument("--evaluations", action="store_true", help="every evaluation result")
     add_diff(commands)
     add_fork(commands)
+    add_gc(commands)
     add_quarantine(commands)
     return parser
 

@@ -7,7 +7,6 @@ writer has recorded it. What a recorded snapshot retires is deleted with the nex
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterable
 from itertools import islice
 
@@ -15,15 +14,13 @@ from storage.archives import end_of
 from storage.errors import ArtifactCorrupt, SlotsRetired
 from storage.filesystem import Store
 from storage.history import Historian
-from storage.journal import Tail, after, fold_segment, read_journal, read_segment, recorded_snapshots, restore_point
+from storage.journal import Tail, after, fold_segment, has_claim, read_journal, recorded_snapshots, restore_point
 from storage.ledger import Ledger
 from storage.low import retire_slots
 from storage.runs import RunPaths
-from storage.schema import LedgerSnapshot, RunClaimed
+from storage.schema import LedgerSnapshot
 from storage.segment import Segment
 from storage.snapshot import KEPT, write_snapshot
-
-log = logging.getLogger(__name__)
 
 
 class Archivist:
@@ -70,17 +67,8 @@ class Archivist:
         keys += [paths.snapshot(record.slot, record.digest) for record in recorded[KEPT:]]
         self._undeleted = self._store.delete([*self._undeleted, *keys])
         start = recorded[1].low if len(recorded) > 1 else 0
-        chosen = [slot for slot in range(start, newest.low) if not self._claims(slot)]
+        chosen = [slot for slot in range(start, newest.low) if not has_claim(self._store, self._run, slot)]
         self._undeleted += retire_slots(self._store, self._run, chosen, newest.low)
-
-    def _claims(self, slot: int) -> bool:
-        """Whether a slot must stay. A segment that cannot be read any more is archived, and may hold a claim."""
-        try:
-            segment = read_segment(self._store, self._run, slot)
-        except ArtifactCorrupt as error:
-            log.error("op=archive slot=%d decision=keep_it reason=%s", slot, error)
-            return True
-        return segment is not None and any(isinstance(row.record, RunClaimed) for row in segment.rows)
 
     def _follow(
         self, ledger: Ledger, tail: Tail, segments: list[Segment], slot: int

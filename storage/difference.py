@@ -71,7 +71,7 @@ class Difference:
 
 
 class Published:
-    """The checkpoints that a run's journal published."""
+    """The checkpoints that a run's journal published and has not retired."""
 
     def __init__(self, store: Store, run: str) -> None:
         """Reads the whole journal. Raises `UnknownRun` and what reading raises."""
@@ -84,6 +84,9 @@ class Published:
                 self._records[row.record.step] = row.record
             elif isinstance(row.record, schema.Forked):
                 self._records[row.record.step] = row.record.checkpoint
+            elif isinstance(row.record, schema.Retired):
+                gone = row.record.manifests
+                self._records = {step: one for step, one in self._records.items() if one.manifest not in gone}
             elif isinstance(row.record, schema.ConfigChanged):
                 self._changes.append((row.seq, row.record.changes))
 
@@ -95,7 +98,7 @@ class Published:
         if record is None:
             known = ", ".join(map(str, sorted(self._records))) or "none"
             raise UnknownCheckpoint(
-                f"run {self._info.run!r} in {self._store.url} has published checkpoints of steps: {known}",
+                f"run {self._info.run!r} in {self._store.url} has checkpoints of steps: {known}",
                 expected="one at all" if step is None else f"one of step {step}",
                 action="name a step that has a checkpoint, as RUN@STEP",
             )

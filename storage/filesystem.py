@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypeVar, runtime_checkable
 
 from storage.errors import ArtifactCorrupt, ObjectExists, ObjectMissing, PreconditionFailed
 
@@ -68,6 +68,28 @@ class Store(Protocol):
 
         Raises `PreconditionFailed`.
         """
+        ...
+
+
+class Leftover(NamedTuple):
+    """What a writer that was killed left in the medium; no key leads to it. `place` is the store's own."""
+
+    kind: str
+    name: str
+    size: int
+    place: str = ""
+
+
+@runtime_checkable
+class Littered(Protocol):
+    """A store in which killed writers leave something."""
+
+    def leftovers(self, prefix: str, before: float) -> list[Leftover]:
+        """Those below the folder `prefix` that were begun before the Unix time `before`."""
+        ...
+
+    def drop(self, leftovers: Iterable[Leftover]) -> list[str]:
+        """Remove them; returns the names of those that could not be removed."""
         ...
 
 

@@ -57,6 +57,16 @@ def read_segment(store: Store, run: str, slot: int) -> Segment | None:
     return segment
 
 
+def has_claim(store: Store, run: str, slot: int) -> bool:
+    """Whether a slot holds a claim, and must stay for ever. One that cannot be read may hold one."""
+    try:
+        segment = read_segment(store, run, slot)
+    except ArtifactCorrupt as error:
+        log.error("op=retire slot=%d decision=keep_it reason=%s", slot, error)
+        return True
+    return segment is not None and any(isinstance(row.record, schema.RunClaimed) for row in segment.rows)
+
+
 def read_journal(store: Store, run: str, tail: Tail | None = None) -> Iterator[Segment]:
     """The segments from `tail` to the end, proving chain and sequence. Raises `ArtifactCorrupt`, and `SlotsRetired`
     when the journal does not reach back to `tail` any more.
@@ -111,12 +121,12 @@ def after(segment: Segment) -> Tail:
     return Tail(header.slot + 1, header.last + 1, segment.digest, header.snapshot)
 
 
-def fold_segment(ledger: Ledger, segment: Segment, seen: Callable[[Row], None] = lambda row: None) -> None:
-    """Apply a segment's records, checking that its incarnation is the one that claimed last; `seen` is told after each
-    record."""
+def fold_segment(ledger: Ledger, segment: Segment, look: Callable[[Row], None] = lambda row: None) -> None:
+    """Apply a segment's records, checking that its incarnation is the one that claimed last. `look` comes after each:
+    the next may take away what this one brought."""
     for row in segment.rows:
         apply(ledger, row.seq, row.record)
-        seen(row)
+        look(row)
     if segment.header.incarnation != ledger.incarnation:
         raise TwoOwners(
             f"slot {segment.header.slot} was written by incarnation {segment.header.incarnation}",

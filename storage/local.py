@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
@@ -10,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from storage.errors import CommitUnknown, StorageUnusable, StoreUnavailable
-from storage.filesystem import Bytes, check_key, exists, missing, precondition, token_of
+from storage.filesystem import Bytes, Leftover, check_key, exists, missing, precondition, token_of
 
 
 class LocalStore:
@@ -132,6 +133,22 @@ class LocalStore:
         for path in stale:
             path.unlink(missing_ok=True)
         return len(stale)
+
+    def leftovers(self, prefix: str, before: float) -> list[Leftover]:
+        """Temporary files; see `Littered`."""
+        folder = self._path(prefix.rstrip("/"))
+        found: list[Leftover] = []
+        with _os_errors(self.url, prefix):
+            for path in folder.rglob(".tmp-*"):
+                with contextlib.suppress(FileNotFoundError):  # linked and gone meanwhile
+                    about = path.stat()
+                    if about.st_mtime < before:
+                        name = path.relative_to(self._root).as_posix()
+                        found.append(Leftover("temporary_files", name, about.st_size))
+        return found
+
+    def drop(self, leftovers: Iterable[Leftover]) -> list[str]:
+        return self.delete([one.name for one in leftovers])
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         data = self.read(key)

@@ -48,19 +48,20 @@ def unpin(store: Store, run: str, key: str) -> None:
 
 def pinned(store: Store, run: str, clock: Clock, max_age_s: float) -> set[str]:
     """Names of the manifests that somebody has pinned within `max_age_s` seconds. A pin that cannot be read counts."""
-    found: set[str] = set()
-    for key in store.list(RunPaths(run).pins):
-        manifest = key.rpartition("/")[2].rsplit(".", 2)[0]
-        try:
-            created = msgspec.json.decode(store.read(key), type=Pin).created
-        except ObjectMissing:
-            continue  # unpinned meanwhile
-        except msgspec.DecodeError as error:
-            log.warning("op=pinned run=%s key=%s decision=counts reason=%s", run, key, error)
-            created = clock.wall()
-        if clock.wall() - created <= max_age_s:
-            found.add(manifest)
-    return found
+    keys = store.list(RunPaths(run).pins)
+    return {key.rpartition("/")[2].rsplit(".", 2)[0] for key in keys if counts(store, key, clock, max_age_s)}
+
+
+def counts(store: Store, key: str, clock: Clock, max_age_s: float) -> bool:
+    """Whether a pin that was listed holds anything up."""
+    try:
+        created = msgspec.json.decode(store.read(key), type=Pin).created
+    except ObjectMissing:
+        return False  # unpinned meanwhile
+    except msgspec.DecodeError as error:
+        log.warning("op=pinned key=%s decision=counts reason=%s", key, error)
+        return True
+    return clock.wall() - created <= max_age_s
 
 
 @contextlib.contextmanager

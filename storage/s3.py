@@ -26,7 +26,7 @@ from typing import Any, TypeVar
 
 from storage.clock import Clock, SystemClock
 from storage.errors import CommitUnknown, StorageUnusable, StoreUnavailable, TidegateError
-from storage.filesystem import Bytes, check_key, exists, missing, precondition
+from storage.filesystem import Bytes, Leftover, check_key, exists, missing, precondition
 from storage.s3_body import Body
 from storage.s3_connection import Request, S3Connection, S3Limits
 from storage.s3_location import S3Location
@@ -147,6 +147,45 @@ class S3Store:
         answer = self._repeat(delete, keys[0])
         # A bulk delete answers 200 and reports what it could not delete inside.
         return [names[failed["Key"]] for failed in answer.get("Errors", ()) if failed.get("Code") != "NoSuchKey"]
+
+    # ------------------------------------------------------------------ what others left
+
+    def leftovers(self, prefix: str, before: float) -> list[Leftover]:
+        """Multipart uploads that nobody completed: not ours, but of tools that copied a run here. See `Littered`."""
+        folder = self._location.key(check_key(prefix.rstrip("/"))) + "/"
+        cut = len(self._location.key("x")) - 1
+        found: list[Leftover] = []
+        at: dict[str, str] = {}
+        while True:
+
+            async def page(fs: Any, at: dict[str, str] = at) -> dict[str, Any]:
+                return await fs._call_s3("list_multipart_uploads", Bucket=self._location.bucket, Prefix=folder, **at)
+
+            answer = self._repeat(page, folder)
+            old = [one for one in answer.get("Uploads", ()) if one["Initiated"].timestamp() < before]
+            found += [Leftover("uploads", one["Key"][cut:], self._uploaded(one), one["UploadId"]) for one in old]
+            if not answer.get("IsTruncated"):
+                return found
+            at = {"KeyMarker": answer["NextKeyMarker"], "UploadIdMarker": answer["NextUploadIdMarker"]}
+
+    def _uploaded(self, upload: dict[str, Any]) -> int:
+        """Bytes of its parts, of the first thousand of them."""
+
+        async def parts(fs: Any) -> dict[str, Any]:
+            place = {"Bucket": self._location.bucket, "Key": upload["Key"], "UploadId": upload["UploadId"]}
+            return await fs._call_s3("list_parts", **place)
+
+        found = self._until(self._begin(), parts, upload["Key"], Verdict.MISSING)
+        return 0 if isinstance(found, Meaning) else sum(part["Size"] for part in found.get("Parts", ()))
+
+    def drop(self, leftovers: Iterable[Leftover]) -> list[str]:
+        for one in leftovers:
+
+            async def abort(fs: Any, one: Leftover = one) -> None:
+                await fs._call_s3("abort_multipart_upload", **self._place(one.name), UploadId=one.place)
+
+            self._until(self._begin(), abort, one.name, Verdict.MISSING)
+        return []
 
     def read_versioned(self, key: str) -> tuple[bytes, str]:
         return self._get(key, {})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gpu.rollout.figures import figures
 from gpu.rollout.parts import ManagerParts
+from gpu.rollout.retaining import Collected
 from storage.errors import TidegateError
 
 
@@ -19,6 +20,11 @@ class PeopleCalls(ManagerParts):
         No driver's call: a person may make it beside any driver."""
         self.callers.alive()
         await self._durable(self.control.release_quarantined(ordinals), "the release")
+
+    async def collect_objects(self, delete: bool) -> Collected:
+        """Objects that no checkpoint needs; deletes them when asked to and no publication is under way."""
+        self.callers.alive()
+        return await self.retaining.collect(delete)
 
     async def metrics(self) -> dict[str, float]:
         """Rollout control's figures now; see `gpu.rollout.figures`."""

@@ -26,20 +26,31 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpu.rollout.messages import Caller
 from gpu.rollout.signal import wait_event
 from storage.clock import Clock
+from storage.errors import StoreError
 from storage.filesystem import Store
+from storage.garbage import Item, orphan_objects
 from storage.journal import read_segment
-from storage.retention import Deletion, Doomed, Retention, check_lasting
+from storage.retention import BATCH, UNREADABLE, Deletion, Doomed, Retention, check_lasting
 from storage.runs import RunPaths
+from storage.schema import CheckpointPublished
 
 if TYPE_CHECKING:
     from gpu.rollout.manager import RolloutManager
 
 log = logging.getLogger(__name__)
+
+
+class Collected(NamedTuple):
+    """Objects that were found, the keys of those that could not be deleted, and why there may be more."""
+
+    found: list[Item]
+    failed: list[str]
+    skipped: str
 
 
 class Retaining:
@@ -106,7 +117,7 @@ class Retaining:
         manager = self._manager
         while not manager.control.ledger.finished and manager.callers.fatal is None:
             event = manager.changed.current()
-            if not (self._wanted and self._quiet):
+            if self._working or not (self._wanted and self._quiet):
                 await wait_event(event, None)
                 continue
             self._wanted, self._working = False, True
@@ -152,6 +163,39 @@ class Retaining:
                 return True
             slot += 1
         return False
+
+    async def collect(self, delete: bool) -> Collected:
+        """Objects that no checkpoint needs, retired ones included: what killed publications left. They are deleted, if
+        asked for, under the rule of the module; see `storage.garbage`."""
+        manager = self._manager
+        if not self._quiet or self._working:
+            return Collected([], [], "a checkpoint is being published or deleted: try again after the next one")
+        ledger = manager.control.ledger
+        living = [*ledger.kept, *ledger.checkpoints, *ledger.retired]
+        self._working, self._stop = True, threading.Event()
+        try:
+            return await asyncio.to_thread(self._collect, living, delete, self._stop)
+        finally:
+            self._stop.set()
+            self._working = False
+            manager.changed.notify()
+
+    def _collect(self, living: list[CheckpointPublished], delete: bool, stop: threading.Event) -> Collected:
+        try:
+            found = orphan_objects(self._store, self._manager.info.run, living)
+        except UNREADABLE as error:
+            return Collected([], [], f"a checkpoint cannot be read: {error}")
+        failed: list[str] = []
+        for at in range(0, len(found) if delete else 0, BATCH):
+            keys = [item.key for item in found[at : at + BATCH]]
+            if stop.is_set() or self._fenced():
+                return Collected(found[:at], failed, "a checkpoint is being published: try again after it")
+            try:
+                failed += self._store.delete(keys)
+            except StoreError:
+                self._endangered |= {key.rpartition("/")[2] for key in keys}
+                raise
+        return Collected(found, failed, "")
 
     async def _find_spent(self) -> None:
         """Payload files of older incarnations that nothing needs: those that were deleted from no list, because nobody

@@ -12,6 +12,7 @@ from storage.history import read_all
 from storage.journal import fold, rows_of
 from storage.reader import PayloadReader
 from storage.restore import load_base, plan_restore
+from storage.retention import Doomed
 from storage.runs import RunPaths, open_run
 from storage.schema import PayloadStored
 from storage.snapshot import ledger_rows
@@ -26,12 +27,13 @@ PLACES = 2
 
 
 def running(seed: int) -> World:
-    """A world in the middle of its run, everything durable, with unsettled groups and steps to redo."""
+    """A world in the middle of its run, everything durable, with unsettled groups and steps to redo, and nothing there
+    that has lost its meaning."""
     world = World(seed, length=14, shape=replace(SHAPES["large"], checkpoints=0.6, files=0.5))
     world.snapshot_every = 4
     world.faults = world.store.faults = False
     with memo.remembering():
-        while world.control.ledger.step < 4 and not world.done:
+        while (world.control.ledger.step < 4 or Doomed.of(world.control.ledger)) and not world.done:
             world.step()
         while world.manager.writer.last_seq > world.manager.writer.durable_seq:
             world.incarnations.flush(world.manager, due=False)

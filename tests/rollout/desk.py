@@ -87,8 +87,14 @@ class Outage(MemoryStore):
 class Desk:
     """A manager with one driver and one worker at hand."""
 
-    def __init__(self, length: int | None = None, retention: Retention = RETENTION, **changes: object) -> None:
-        self.store = Outage()
+    def __init__(
+        self,
+        length: int | None = None,
+        retention: Retention = RETENTION,
+        store: Outage | None = None,
+        **changes: object,
+    ) -> None:
+        self.store = store or Outage()
         self.engines = Engines()
         self.limits = limits(**changes)
         n, staleness = self.limits.num_siblings, self.limits.staleness

@@ -18,6 +18,7 @@ from gpu.rollout.limits import Submission
 from gpu.rollout.messages import Dispatch, Grant, Outcome
 from storage.errors import ConfigurationRefused
 from storage.restore import plan_restore
+from storage.schema import Deleted
 from tests.rollout.building import Bench, limits, ordinals
 from tests.rollout.desk import Desk, soon
 
@@ -284,6 +285,8 @@ def test_settled_groups_need_no_memory_whatever_the_number_of_steps() -> None:
         bench.train()
         if step % 5 == 0:
             bench.control.publish_checkpoint(step, f"manifest-{step}", "digest", 1, 1)
+            if gone := tuple(one.manifest for one in bench.control.ledger.retired):
+                bench.control.books.record(Deleted(gone, ()))
         if step % 50 == 0:
             sizes.append(len(pickle.dumps(bench.control.ledger)))
             assert len(plan_restore(bench.control.ledger, "r").steps) <= 15, "what a redo needs"

@@ -30,7 +30,7 @@ FAULTS = (
 )  # fmt: skip
 WORK = ("steps", "incarnations", "segments", "consumed", "discarded", "quarantined", "rollouts_sealed",
         "rollouts_reused", "rollouts_regenerated", "rollouts_continued", "steps_redone", "checkpoints",
-        "evaluations", "snapshots_written", "segments_retired")  # fmt: skip
+        "evaluations", "snapshots_written", "segments_retired", "retired_deleted")  # fmt: skip
 NEVER = ("lost", "trained_twice")
 ENOUGH = {"tiny": 50_000, "small": 5000, "large": 300}
 """Worlds after which each kind has certainly happened."""

@@ -12,6 +12,7 @@ from storage.errors import ArtifactCorrupt, UnknownCheckpoint, UnknownRun
 from storage.memory import MemoryStore
 from storage.numbers import Numbers, Tally
 from storage.runs import RunPaths
+from storage.schema import Retired
 from tests.storage.published_runs import Publisher, floats, tensor
 
 W = np.arange(1000, dtype=np.float32)
@@ -217,3 +218,14 @@ def test_a_damaged_object_is_refused_where_it_must_be_read(store: MemoryStore) -
     assert difference(store, 2, 2).equal
     with pytest.raises(ArtifactCorrupt):
         difference(store, 1, 2)
+
+
+def test_a_retired_checkpoint_is_not_compared_and_the_error_says_which_are_there() -> None:
+    store = MemoryStore()
+    publisher = Publisher(store)
+    first = publisher.publish(1, {"w": floats(1.0)})
+    publisher.publish(2, {"w": floats(2.0)})
+    publisher._record(Retired((first.manifest,), (), ()))
+    assert Published(store, "r").at(None).manifest.step == 2
+    with pytest.raises(UnknownCheckpoint, match="steps: 2"):
+        Published(store, "r").at(1)

@@ -81,7 +81,7 @@ class Driver(World):
         known, found = self.oracle.states.get(step), self.oracle.lease
         if known is not None and known[0] == lease:
             # An older one may have left the ledger with its checkpoint, or have been redone to another state.
-            if self.oracle.step - step < 2 and known[1] == state:
+            if self.oracle.step - step < 2 and step > self.oracle.base and known[1] == state:
                 with self.unchanged("repeated commit"):
                     commit(*done, {})
         elif found is not None and self._train(found) == done:
@@ -169,6 +169,7 @@ class Driver(World):
             self.follow()
             with self.unchanged("repeated checkpoint"):
                 self.control.publish_checkpoint(step, *written)
+            self.delete_retired(rng)
         self._release(held)
 
     # ------------------------------------------------------------------ holds and time
@@ -237,7 +238,7 @@ class Driver(World):
 
     def delete_retired(self, rng: random.Random) -> None:
         """Some of the retired checkpoints are gone."""
-        gone = tuple(name for name in sorted(self.oracle.retired) if rng.random() < 0.5)
+        gone = tuple(sorted(self.oracle.retired)[: rng.randint(0, 2)])
         if gone and not self.oracle.finished:
             self.control.books.record(schema.Deleted(gone, ()))
 

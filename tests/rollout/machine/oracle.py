@@ -82,6 +82,7 @@ class Oracle:
         self.trained: Counter[int] = Counter()
         self.lease: schema.LeaseIssued | None = None
         self.states: dict[int, tuple[int, str, str]] = {}
+        self.base = 0
         self.tried: dict[str, int] = {}
         self.kept: dict[str, int] = {}
         self.retired: dict[str, int] = {}
@@ -152,6 +153,7 @@ class Oracle:
             (ledger.retired, self.retired),
         ):
             assert {one.manifest: one.step for one in shown} == known
+        assert sorted(ledger.steps) == list(range(self.base + 1, self.step + 1)), "what a redo needs"
         assert (set(ledger.due), ledger.evaluated) == (self.due, self.evaluated)
         assert not any(group.whole and group.lost for group in self.groups.values()), "redone whole"
         assert (ledger.lease.lease if ledger.lease else None) == (self.lease.lease if self.lease else None)
@@ -331,9 +333,9 @@ class Oracle:
             self.retired[name] = self.tried.pop(name) if name in self.tried else self.kept.pop(name)
         for name in record.kept:
             self.kept[name] = self.tried.pop(name)
-        left = min(self.tried.values())
+        self.base = min(self.tried.values())
         gone = [self.retired[name] for name in record.manifests]
-        assert left > max([*self.kept.values(), *gone]), "the oldest go"
+        assert self.base > max([*self.kept.values(), *gone]), "the oldest go"
 
     def _deleted(self, record: schema.Deleted) -> None:
         for name in record.manifests:

@@ -90,7 +90,7 @@ class Machine(Workers, Driver, RuleBasedStateMachine):
         self.length, self.without = world.length, without
         values = {field.name: getattr(world.limits, field.name) for field in fields(world.limits)}
         judge = zero_variance if world.filtered else keep_all
-        retention = Retention(last=2, every=2, payload="keep", pin_s=60.0)
+        retention = Retention(last=1, every=2, payload="keep", pin_s=60.0)
         bench = Bench(length=self.length, group_filter=judge, suites=world.suites, retention=retention, **values)
         if world.outside:
             bench.judge_outside()
