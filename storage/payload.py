@@ -20,6 +20,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
+from storage.arrow_columns import OPTIONS, fixed, flags, offsets_of, ragged, texts
 from storage.errors import ArtifactCorrupt, SchemaUnsupported
 from storage.schema import SCHEMA, PayloadStored
 
@@ -46,8 +47,7 @@ _FIELDS = pa.schema(
 _FIELD_HASH = hashlib.sha256(str(_FIELDS).encode()).hexdigest()[:16]
 FORMAT = f"tidegate-payload {SCHEMA} {_FIELD_HASH}".encode()
 _SCHEMA = _FIELDS.with_metadata({b"format": FORMAT})
-_LISTS = {"tokens": pa.int32(), "logprobs": pa.float32(), "mask": pa.int8(), "span_incarnations": pa.int32(),
-          "span_versions": pa.int64(), "span_ends": pa.int32()}  # fmt: skip
+_LISTS = ("tokens", "logprobs", "mask", "span_incarnations", "span_versions", "span_ends")
 
 
 class VersionSpan(NamedTuple):
@@ -103,44 +103,45 @@ class Encoded(NamedTuple):
         return PayloadStored(self.name, self.digest, len(self.data), len(self.data) < INLINE_BYTES)
 
 
-def _ragged(values: Sequence[npt.NDArray[Any]], kind: Any) -> pa.Array[Any]:
-    offsets = np.zeros(len(values) + 1, np.int32)
-    np.cumsum([len(value) for value in values], out=offsets[1:])
-    flat = np.concatenate(values) if values else np.zeros(0)
-    return pa.ListArray.from_arrays(pa.array(offsets, pa.int32()), pa.array(flat, kind))
-
-
 def encode_block(name: str, rows: Sequence[TurnRow]) -> Encoded:
     """Arrow IPC file bytes of `rows`, uncompressed."""
-    spans = [np.array(row.spans, np.int64).reshape(-1, 3) for row in rows]
-    columns: dict[str, Any] = {
-        "group": [row.group for row in rows],
-        "sibling": [row.sibling for row in rows],
-        "attempt": [row.attempt for row in rows],
-        "turn": [row.turn for row in rows],
-        "sample": [row.sample for row in rows],
-        "start": [row.start for row in rows],
-        "tokens": [row.tokens for row in rows],
-        "logprobs": [row.logprobs for row in rows],
-        "mask": [row.mask for row in rows],
-        "span_incarnations": [span[:, 0] for span in spans],
-        "span_versions": [span[:, 1] for span in spans],
-        "span_ends": [span[:, 2] for span in spans],
-        "done": [row.done for row in rows],
-        "reward": [row.reward for row in rows],
-        "record": [row.record for row in rows],
-    }
-    arrays = [
-        _ragged(columns[field.name], _LISTS[field.name])
-        if field.name in _LISTS
-        else pa.array(columns[field.name], field.type)
-        for field in _SCHEMA
-    ]
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, _SCHEMA) as writer:
-        writer.write_batch(pa.record_batch(arrays, schema=_SCHEMA))
+    with pa.ipc.new_file(sink, _SCHEMA, options=OPTIONS) as writer:
+        writer.write_batch(_batch(rows))
     data = sink.getvalue().to_pybytes()
     return Encoded(name, data, hashlib.sha256(data).hexdigest())
+
+
+def _batch(rows: Sequence[TurnRow]) -> pa.RecordBatch:
+    lengths = [len(row.tokens) for row in rows]
+    assert lengths == [len(row.logprobs) for row in rows] == [len(row.mask) for row in rows], "one value per token"
+    offsets = offsets_of(lengths)
+    spans = [span for row in rows for span in row.spans]
+    span_offsets = offsets_of([len(row.spans) for row in rows])
+    return pa.RecordBatch.from_arrays(
+        [
+            fixed([row.group for row in rows], np.int64),
+            fixed([row.sibling for row in rows], np.int32),
+            fixed([row.attempt for row in rows], np.int32),
+            fixed([row.turn for row in rows], np.int32),
+            fixed([row.sample for row in rows], np.int32),
+            fixed([row.start for row in rows], np.int32),
+            ragged(offsets, _joined([row.tokens for row in rows], np.int32)),
+            ragged(offsets, _joined([row.logprobs for row in rows], np.float32)),
+            ragged(offsets, _joined([row.mask for row in rows], np.int8)),
+            ragged(span_offsets, np.array([span[0] for span in spans], np.int32)),
+            ragged(span_offsets, np.array([span[1] for span in spans], np.int64)),
+            ragged(span_offsets, np.array([span[2] for span in spans], np.int32)),
+            flags([row.done for row in rows]),
+            fixed([row.reward for row in rows], np.float64),
+            texts([row.record.encode() for row in rows]),
+        ],
+        schema=_SCHEMA,
+    )
+
+
+def _joined(values: list[npt.NDArray[Any]], kind: type[np.generic]) -> npt.NDArray[Any]:
+    return np.concatenate(values, dtype=kind, casting="same_kind") if values else np.zeros(0, kind)
 
 
 def decode_block(data: bytes, digest: str, where: str) -> list[TurnRow]:

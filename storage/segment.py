@@ -16,8 +16,10 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
+from storage.arrow_columns import OPTIONS, blobs, fixed, texts
 from storage.errors import ArtifactCorrupt, SchemaUnsupported
 from storage.schema import FIELD_HASH, KIND_OF, KINDS, SCHEMA, LedgerSnapshot, Record
 
@@ -35,7 +37,6 @@ _SCHEMA = pa.schema(
         pa.field("blob", pa.binary()),
     ]
 )
-_OPTIONS = pa.ipc.IpcWriteOptions()  # made once: pyarrow reads the environment for each
 _encode = msgspec.json.Encoder().encode
 _decoders = {kind: msgspec.json.Decoder(record) for kind, record in KINDS.items()}
 
@@ -91,16 +92,16 @@ def encode_segment(header: Header, rows: Sequence[Row]) -> tuple[bytes, str]:
     metadata: dict[bytes | str, bytes | str] = {"tidegate": _encode(header), "digest": _UNSET}
     batch = pa.RecordBatch.from_arrays(
         [
-            pa.array([row.seq for row in rows], pa.int64()),
-            pa.array([row.time for row in rows], pa.float64()),
-            pa.array([KIND_OF[type(row.record)] for row in rows], pa.string()),
-            pa.array([_encode(row.record).decode() for row in rows], pa.string()),
-            pa.array([row.blob for row in rows], pa.binary()),
+            fixed([row.seq for row in rows], np.int64),
+            fixed([row.time for row in rows], np.float64),
+            texts([KIND_OF[type(row.record)].encode() for row in rows]),
+            texts([_encode(row.record) for row in rows]),
+            blobs([row.blob for row in rows]),
         ],
         schema=_SCHEMA.with_metadata(metadata),
     )
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, batch.schema, options=_OPTIONS) as writer:
+    with pa.ipc.new_file(sink, batch.schema, options=OPTIONS) as writer:
         writer.write_batch(batch)
     data = bytearray(sink.getvalue())
     digest = hashlib.sha256(data).hexdigest()
