@@ -11,9 +11,10 @@ from __future__ import annotations
 # pyright: reportUnknownMemberType=false, reportUnknownArgumentType=false, reportUnknownVariableType=false
 # (pyarrow's stubs are partial)
 import hashlib
+import zlib
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -21,10 +22,15 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from storage.arrow_columns import OPTIONS, fixed, flags, offsets_of, ragged, texts
-from storage.errors import ArtifactCorrupt, SchemaUnsupported
+from storage.errors import ArtifactCorrupt, ReferenceInvalid, SchemaUnsupported
+from storage.filesystem import Bytes
 from storage.schema import SCHEMA, PayloadStored
 
 INLINE_BYTES = 32 * 1024
+WHOLE_BYTES = 256 * 1024
+"""Up to here a block is one batch and is read whole: that costs no more than a request for a part of it."""
+BATCH_BYTES = 64 * 1024
+"""A larger one is cut at the next rollout after that many."""
 _FIELDS = pa.schema(
     [
         pa.field("group", pa.int64()),
@@ -46,6 +52,7 @@ _FIELDS = pa.schema(
 )
 _FIELD_HASH = hashlib.sha256(str(_FIELDS).encode()).hexdigest()[:16]
 FORMAT = f"tidegate-payload {SCHEMA} {_FIELD_HASH}".encode()
+_FORMAT_CRC = zlib.crc32(FORMAT)
 _SCHEMA = _FIELDS.with_metadata({b"format": FORMAT})
 _LISTS = ("tokens", "logprobs", "mask", "span_incarnations", "span_versions", "span_ends")
 
@@ -92,24 +99,63 @@ class TurnRow:
         return min(span.number for span in self.spans)
 
 
+Batch = tuple[int, int, int, int]
+"""See `PayloadStored`: rows, offset, bytes, CRC-32."""
+
+
 class Encoded(NamedTuple):
     """A block ready to be stored."""
 
     name: str
     data: bytes
     digest: str
+    batches: tuple[Batch, ...] = ()
 
     def stored(self) -> PayloadStored:
-        return PayloadStored(self.name, self.digest, len(self.data), len(self.data) < INLINE_BYTES)
+        return PayloadStored(self.name, self.digest, len(self.data), len(self.data) < INLINE_BYTES, self.batches)
 
 
 def encode_block(name: str, rows: Sequence[TurnRow]) -> Encoded:
-    """Arrow IPC file bytes of `rows`, uncompressed."""
-    sink = pa.BufferOutputStream()
+    """Arrow IPC file bytes of `rows`, uncompressed. Those of a rollout should stand together: a large block is cut
+    between rollouts."""
+    whole = _batch(rows)
+    sizes = _cut(rows) if whole.nbytes > WHOLE_BYTES else [len(rows)]
+    parts = [whole.slice(end - size, size) for size, end in zip(sizes, accumulate(sizes), strict=True)]
+    sink, ends = pa.BufferOutputStream(), list[int]()
     with pa.ipc.new_file(sink, _SCHEMA, options=OPTIONS) as writer:
-        writer.write_batch(_batch(rows))
+        for part in parts:
+            writer.write_batch(part)
+            ends.append(sink.tell())
     data = sink.getvalue().to_pybytes()
-    return Encoded(name, data, hashlib.sha256(data).hexdigest())
+    digest = hashlib.sha256(data).hexdigest()
+    return Encoded(name, data, digest, _places(data, parts, ends) if len(parts) > 1 else ())
+
+
+def _places(data: bytes, parts: Sequence[pa.RecordBatch], ends: Sequence[int]) -> tuple[Batch, ...]:
+    """Where the writer put each batch. The schema stands before the first."""
+    starts = [ends[0] - pa.ipc.get_record_batch_size(parts[0]), *ends[:-1]]
+    return tuple(
+        (part.num_rows, start, end - start, batch_checksum(memoryview(data)[start:end]))
+        for part, start, end in zip(parts, starts, ends, strict=True)
+    )
+
+
+def batch_checksum(part: Bytes) -> int:
+    """CRC-32 of one batch's bytes, and of the columns that they are read as."""
+    return zlib.crc32(part, _FORMAT_CRC)
+
+
+def _cut(rows: Sequence[TurnRow]) -> list[int]:
+    """The number of rows of each batch."""
+    sizes, num_bytes, before = [0], 0, None
+    for row in rows:
+        if num_bytes >= BATCH_BYTES and (row.group, row.sibling) != before:
+            sizes.append(0)
+            num_bytes = 0
+        sizes[-1] += 1
+        num_bytes += 9 * len(row.tokens) + len(row.record)
+        before = (row.group, row.sibling)
+    return sizes
 
 
 def _batch(rows: Sequence[TurnRow]) -> pa.RecordBatch:
@@ -154,16 +200,61 @@ def decode_block(data: bytes, digest: str, where: str) -> list[TurnRow]:
             action="restore the object from a copy; the groups that use it cannot be trained",
             code="digest",
         )
-    table = pa.ipc.open_file(pa.py_buffer(data)).read_all()
-    if (table.schema.metadata or {}).get(b"format") != FORMAT:
+    file = pa.ipc.open_file(pa.py_buffer(data))
+    if (file.schema.metadata or {}).get(b"format") != FORMAT:
         raise SchemaUnsupported(
-            f"payload {where} has format {table.schema.metadata}",
+            f"payload {where} has format {file.schema.metadata}",
             expected=FORMAT.decode(),
             action="read this run with the Tidegate version that wrote it; nothing was changed",
         )
-    plain = {name: table.column(name).to_pylist() for name in _SCHEMA.names if name not in _LISTS}
-    lists = {name: _split(table.column(name).combine_chunks()) for name in _LISTS}
-    return [_turn_row(plain, lists, index) for index in range(table.num_rows)]
+    return [row for number in range(file.num_record_batches) for row in _turn_rows(file.get_batch(number))]
+
+
+def decode_batch(part: Bytes, batch: Batch, where: str) -> list[TurnRow]:
+    """The rows of one batch of a block, from its bytes. Raises `ArtifactCorrupt`."""
+    num_rows, offset, size, checksum = batch
+    found = f"checksum {batch_checksum(part)} of {len(part)} bytes"
+    if batch_checksum(part) == checksum:
+        try:
+            rows = _turn_rows(pa.ipc.read_record_batch(pa.py_buffer(part), _SCHEMA))
+            if len(rows) == num_rows:
+                return rows
+            found = f"{len(rows)} rows"
+        except (pa.ArrowInvalid, OSError) as error:
+            found = f"no batch: {error}"
+    raise ArtifactCorrupt(
+        f"payload {where} has from byte {offset} to {offset + size} {found}",
+        expected=f"{num_rows} rows with checksum {checksum}, as the journal says",
+        action="restore the object from a copy; the groups that use it cannot be trained",
+        code="digest",
+    )
+
+
+def check_batches(data: bytes, batches: Sequence[Batch], where: str) -> None:
+    """A record names the parts that its block, whose digest was proven, has. Raises `ReferenceInvalid`."""
+    found = pa.ipc.open_file(pa.py_buffer(data)).num_record_batches if batches else 0
+    try:
+        for batch in batches:
+            decode_batch(memoryview(data)[batch[1] : batch[1] + batch[2]], batch, where)
+    except ArtifactCorrupt as error:
+        raise _other_parts(error.found, error.expected) from error
+    if found != len(batches):
+        raise _other_parts(f"block {where} of {found} batches", f"{len(batches)} batches, as the journal says")
+
+
+def _other_parts(found: str, expected: str) -> ReferenceInvalid:
+    return ReferenceInvalid(
+        found,
+        expected=expected,
+        action="the journal was altered; fork from the last good position",
+        code="row_digest",
+    )
+
+
+def _turn_rows(batch: pa.RecordBatch) -> list[TurnRow]:
+    plain = {name: batch.column(name).to_pylist() for name in _SCHEMA.names if name not in _LISTS}
+    lists = {name: _split(batch.column(name)) for name in _LISTS}
+    return [_turn_row(plain, lists, index) for index in range(batch.num_rows)]
 
 
 def _split(column: Any) -> list[npt.NDArray[Any]]:

@@ -172,7 +172,7 @@ def payload_stored(ledger: Ledger, seq: int, record: schema.PayloadStored) -> No
             action="two writers share a name; the journal was altered",
             code="token_row",
         )
-    ledger.blocks[record.block] = Block(record.digest, record.size, record.inline)
+    ledger.blocks[record.block] = Block(record.digest, record.size, record.inline, batches=record.batches)
     if record.inline:
         ledger.add_unplaced(seq, record.block)
 

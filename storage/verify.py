@@ -129,11 +129,13 @@ class Auditor:
     def audit_unread(self) -> None:
         """Payload files of work that came to nothing. Raises what is wrong."""
         for name, record in self._unread.items():
-            self._reader.block_rows(name, Block(record.digest, record.size, inline=False))
+            self._reader.block_rows(name, Block(record.digest, record.size, inline=False, batches=record.batches))
 
     def _rows(self, references: Sequence[tuple[str, int]]) -> list[TurnRow]:
         for name, _ in references:
             self._unread.pop(name, None)
+            if name in self.ledger.blocks:
+                self._reader.block_rows(name, self.ledger.blocks[name])  # whole, not only what is asked for
         return self._reader.rows(references, self.ledger.blocks)
 
     def _check_snapshot(self, slot: int) -> None:
