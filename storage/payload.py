@@ -22,9 +22,10 @@ import numpy.typing as npt
 import pyarrow as pa
 
 from storage.arrow_columns import OPTIONS, fixed, flags, offsets_of, ragged, texts
-from storage.errors import ArtifactCorrupt, ReferenceInvalid, SchemaUnsupported
+from storage.errors import ArtifactCorrupt, ReferenceInvalid
 from storage.filesystem import Bytes
 from storage.schema import SCHEMA, PayloadStored
+from storage.upgrades import Revision, changed, changes
 
 INLINE_BYTES = 32 * 1024
 WHOLE_BYTES = 256 * 1024
@@ -51,8 +52,8 @@ _FIELDS = pa.schema(
     ]
 )
 _FIELD_HASH = hashlib.sha256(str(_FIELDS).encode()).hexdigest()[:16]
-FORMAT = f"tidegate-payload {SCHEMA} {_FIELD_HASH}".encode()
-_FORMAT_CRC = zlib.crc32(FORMAT)
+NAME = "tidegate-payload"
+FORMAT = f"{NAME} {SCHEMA} {_FIELD_HASH}".encode()
 _SCHEMA = _FIELDS.with_metadata({b"format": FORMAT})
 _LISTS = ("tokens", "logprobs", "mask", "span_incarnations", "span_versions", "span_ends")
 
@@ -135,14 +136,14 @@ def _places(data: bytes, parts: Sequence[pa.RecordBatch], ends: Sequence[int]) -
     """Where the writer put each batch. The schema stands before the first."""
     starts = [ends[0] - pa.ipc.get_record_batch_size(parts[0]), *ends[:-1]]
     return tuple(
-        (part.num_rows, start, end - start, batch_checksum(memoryview(data)[start:end]))
+        (part.num_rows, start, end - start, batch_checksum(memoryview(data)[start:end], FORMAT))
         for part, start, end in zip(parts, starts, ends, strict=True)
     )
 
 
-def batch_checksum(part: Bytes) -> int:
-    """CRC-32 of one batch's bytes, and of the columns that they are read as."""
-    return zlib.crc32(part, _FORMAT_CRC)
+def batch_checksum(part: Bytes, stated: bytes) -> int:
+    """CRC-32 of one batch's bytes, after that of the format that says how they are read."""
+    return zlib.crc32(part, zlib.crc32(stated))
 
 
 def _cut(rows: Sequence[TurnRow]) -> list[int]:
@@ -201,25 +202,41 @@ def decode_block(data: bytes, digest: str, where: str) -> list[TurnRow]:
             code="digest",
         )
     file = pa.ipc.open_file(pa.py_buffer(data))
-    if (file.schema.metadata or {}).get(b"format") != FORMAT:
-        raise SchemaUnsupported(
-            f"payload {where} has format {file.schema.metadata}",
-            expected=FORMAT.decode(),
-            action="read this run with the Tidegate version that wrote it; nothing was changed",
-        )
-    return [row for number in range(file.num_record_batches) for row in _turn_rows(file.get_batch(number))]
+    steps = changes(f"payload {where}", _revision(_format_of(file)), _revision(FORMAT))
+    batches = [file.get_batch(number) for number in range(file.num_record_batches)]
+    if steps:
+        turns = [changed(steps, "turn", turn)[1] for batch in batches for turn in batch.to_pylist()]
+        batches = [pa.RecordBatch.from_pylist(turns, schema=_SCHEMA)]
+    return [row for batch in batches for row in _turn_rows(batch)]
+
+
+def _format_of(file: Any) -> bytes:
+    return (file.schema.metadata or {}).get(b"format", b"")
+
+
+def _revision(stated: bytes) -> Revision:
+    """(number, field hash) of a block's format."""
+    name, _, rest = stated.decode(errors="replace").partition(" ")
+    number, _, fields = rest.partition(" ")
+    return (int(number), fields) if name == NAME and number.isdigit() else (None, stated)
 
 
 def decode_batch(part: Bytes, batch: Batch, where: str) -> list[TurnRow]:
-    """The rows of one batch of a block, from its bytes. Raises `ArtifactCorrupt`."""
+    """The rows of one batch of a block, from its bytes. Raises `ArtifactCorrupt`, also for one of another revision:
+    such a block is read whole."""
+    return _turn_rows(_proven_batch(part, batch, where, FORMAT, _SCHEMA))
+
+
+def _proven_batch(part: Bytes, batch: Batch, where: str, stated: bytes, columns: pa.Schema) -> pa.RecordBatch:
     num_rows, offset, size, checksum = batch
-    found = f"checksum {batch_checksum(part)} of {len(part)} bytes"
-    if batch_checksum(part) == checksum:
+    actual = batch_checksum(part, stated)
+    found = f"checksum {actual} of {len(part)} bytes"
+    if actual == checksum:
         try:
-            rows = _turn_rows(pa.ipc.read_record_batch(pa.py_buffer(part), _SCHEMA))
-            if len(rows) == num_rows:
+            rows = pa.ipc.read_record_batch(pa.py_buffer(part), columns)
+            if rows.num_rows == num_rows:
                 return rows
-            found = f"{len(rows)} rows"
+            found = f"{rows.num_rows} rows"
         except (pa.ArrowInvalid, OSError) as error:
             found = f"no batch: {error}"
     raise ArtifactCorrupt(
@@ -232,14 +249,18 @@ def decode_batch(part: Bytes, batch: Batch, where: str) -> list[TurnRow]:
 
 def check_batches(data: bytes, batches: Sequence[Batch], where: str) -> None:
     """A record names the parts that its block, whose digest was proven, has. Raises `ReferenceInvalid`."""
-    found = pa.ipc.open_file(pa.py_buffer(data)).num_record_batches if batches else 0
+    if not batches:
+        return
+    file = pa.ipc.open_file(pa.py_buffer(data))
+    stated, num_batches = _format_of(file), file.num_record_batches
     try:
         for batch in batches:
-            decode_batch(memoryview(data)[batch[1] : batch[1] + batch[2]], batch, where)
+            part = memoryview(data)[batch[1] : batch[1] + batch[2]]
+            _proven_batch(part, batch, where, stated, file.schema)
     except ArtifactCorrupt as error:
         raise _other_parts(error.found, error.expected) from error
-    if found != len(batches):
-        raise _other_parts(f"block {where} of {found} batches", f"{len(batches)} batches, as the journal says")
+    if num_batches != len(batches):
+        raise _other_parts(f"block {where} of {num_batches} batches", f"{len(batches)} batches, as the journal says")
 
 
 def _other_parts(found: str, expected: str) -> ReferenceInvalid:

@@ -17,11 +17,11 @@ from storage.errors import (
     ObjectExists,
     ObjectMissing,
     RunExists,
-    SchemaUnsupported,
     UnknownRun,
 )
 from storage.filesystem import Store
 from storage.schema import FIELD_HASH, SCHEMA
+from storage.upgrades import changed, changes
 
 DIGEST = "digest"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -163,19 +163,17 @@ def open_run(store: Store, run: str) -> RunInfo:
         found = (stated["schema"], stated["fields"])
     except (msgspec.DecodeError, KeyError) as error:
         raise _unreadable(run, str(error)) from error
-    if found != (SCHEMA, FIELD_HASH):
-        raise SchemaUnsupported(
-            f"run {run!r} has schema {found[0]}, fields {found[1]}",
-            expected=f"schema {SCHEMA}, fields {FIELD_HASH}",
-            action="read this run with the Tidegate version that wrote it; nothing was changed",
-        )
+    steps = changes(f"run {run!r}", found, (SCHEMA, FIELD_HASH))
     digest = stated.pop(DIGEST, "none")
+    actual = hashlib.sha256(msgspec.json.encode(stated)).hexdigest()
+    if actual != digest:
+        raise _unreadable(run, f"sha256 {actual[:16]}… where it says {str(digest)[:16]}…")
+    if steps:
+        stated = changed(steps, "run", stated)[1] | {"schema": SCHEMA, "fields": FIELD_HASH}
     try:
         info = msgspec.convert(stated, RunInfo)
     except msgspec.ValidationError as error:
         raise _unreadable(run, str(error)) from error
-    if _digest(info) != digest:
-        raise _unreadable(run, f"sha256 {_digest(info)[:16]}… where it says {str(digest)[:16]}…")
     if info.run != run:
         raise ArtifactCorrupt(
             f"{RunPaths(run).info} describes run {info.run!r}",

@@ -22,6 +22,7 @@ import pyarrow as pa
 from storage.arrow_columns import OPTIONS, blobs, fixed, texts
 from storage.errors import ArtifactCorrupt, SchemaUnsupported
 from storage.schema import FIELD_HASH, KIND_OF, KINDS, SCHEMA, LedgerSnapshot, Record
+from storage.upgrades import Change, changed, changes
 
 FORMAT = "tidegate-journal"
 GENESIS = "0" * 64
@@ -138,11 +139,11 @@ def decode_segment(data: bytes, where: str) -> Segment:
     """Check the digest, then parse. Raises `ArtifactCorrupt` and `SchemaUnsupported`; `where` names the object."""
     digest = check_digest(data, where)
     file = pa.ipc.open_file(pa.py_buffer(data))
-    header = _decode_header(file.schema, where)
+    header, steps = _decode_header(file.schema, where)
     batch = file.get_batch(0)
     columns: list[list[Any]] = [batch.column(name).to_pylist() for name in _SCHEMA.names]
     rows = [
-        Row(seq, time, _decode_record(kind, body, where), blob)
+        Row(seq, time, _decode_record(*_upgraded(steps, kind, body), where), blob)
         for seq, time, kind, body, blob in zip(*columns, strict=True)
     ]
     if (
@@ -154,20 +155,27 @@ def decode_segment(data: bytes, where: str) -> Segment:
     return Segment(header, rows, digest)
 
 
-def _decode_header(schema: pa.Schema, where: str) -> Header:
-    text = (schema.metadata or {}).get(b"tidegate", b"")
+def _decode_header(stated: pa.Schema, where: str) -> tuple[Header, list[Change]]:
+    """The header, and what has to be done to the records of a segment of an older schema."""
+    text = (stated.metadata or {}).get(b"tidegate", b"")
     try:
-        stated = msgspec.json.decode(text)
-        found = (stated["format"], stated["schema"], stated["fields"])
+        header = msgspec.json.decode(text)
+        kind, found = header["format"], (header["schema"], header["fields"])
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise _corrupt(where, "no readable header", "a Tidegate segment header", "header") from error
-    if found != (FORMAT, SCHEMA, FIELD_HASH):
-        raise SchemaUnsupported(
-            f"{where}: format {found[0]}, schema {found[1]}, fields {found[2]}",
-            expected=f"format {FORMAT}, schema {SCHEMA}, fields {FIELD_HASH}",
-            action="read this run with the Tidegate version that wrote it; nothing was changed",
-        )
-    return msgspec.convert(stated, Header)
+    if kind != FORMAT:
+        raise _corrupt(where, f"format {kind!r}", f"format {FORMAT}", "header")
+    steps = changes(where, found, (SCHEMA, FIELD_HASH))
+    if steps:
+        header = changed(steps, "header", header)[1] | {"schema": SCHEMA, "fields": FIELD_HASH}
+    return msgspec.convert(header, Header), steps
+
+
+def _upgraded(steps: list[Change], kind: str, body: str) -> tuple[str, str]:
+    if not steps:
+        return kind, body
+    kind, content = changed(steps, kind, msgspec.json.decode(body))
+    return kind, _encode(content).decode()
 
 
 def _decode_record(kind: str, body: str, where: str) -> Record:

@@ -212,7 +212,9 @@ def test_a_record_whose_parts_are_not_those_of_its_block_is_refused(change: str)
     store = MemoryStore()
     block, blocks = stored(store, groups_of(20))
     rows, offset, size, checksum = block.batches[0]
-    odd = payload.batch_checksum(block.data[offset + 8 : offset + size])  # bytes that no batch begins with
+    odd = payload.batch_checksum(
+        block.data[offset + 8 : offset + size], payload.FORMAT
+    )  # bytes that no batch begins with
     other = {
         "rows": (rows + 1, offset, size, checksum), "offset": (rows, offset + 8, size - 8, odd),
         "size": (rows, offset, size - 8, checksum), "checksum": (rows, offset, size, checksum ^ 1),
