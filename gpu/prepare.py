@@ -17,6 +17,7 @@ from storage.runs import (
     RunInfo,
     RunPaths,
     check_fingerprints,
+    check_fresh,
     check_name,
     create_run,
     make_run,
@@ -31,7 +32,7 @@ log = logging.getLogger(__name__)
 def preflight(spec: RunSpec) -> RunInfo | None:
     """What can be refused before any process is started; reads only. The run, or None when it is new.
 
-    Raises `FingerprintMismatch`, `SchemaUnsupported`, `StorageUnusable`, `ResourceUnavailable`."""
+    Raises `FingerprintMismatch`, `SchemaUnsupported`, `RestoreNotFresh`, `StorageUnusable`, `ResourceUnavailable`."""
     if spec.storage_url.startswith("memory:"):
         raise ResourceUnavailable(
             f"storage {spec.storage_url} lives in one process",
@@ -48,6 +49,7 @@ def _existing(store: Store, spec: RunSpec) -> RunInfo | None:
     try:
         return _checked(open_run(store, spec.run), spec)
     except UnknownRun:
+        check_fresh(store, spec.run)
         return None
 
 

@@ -106,10 +106,12 @@ def after(segment: Segment) -> Tail:
     return Tail(header.slot + 1, header.last + 1, segment.digest, header.snapshot)
 
 
-def fold_segment(ledger: Ledger, segment: Segment) -> None:
-    """Apply a segment's records, checking that its incarnation is the one that claimed last."""
+def fold_segment(ledger: Ledger, segment: Segment, after: Callable[[Row], None] = lambda row: None) -> None:
+    """Apply a segment's records, calling `after` behind each, and check that its incarnation is the one that claimed
+    last."""
     for row in segment.rows:
         apply(ledger, row.seq, row.record)
+        after(row)
     if segment.header.incarnation != ledger.incarnation:
         raise TwoOwners(
             f"slot {segment.header.slot} was written by incarnation {segment.header.incarnation}",

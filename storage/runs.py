@@ -16,6 +16,7 @@ from storage.errors import (
     FingerprintMismatch,
     ObjectExists,
     ObjectMissing,
+    RestoreNotFresh,
     RunExists,
     UnknownRun,
 )
@@ -126,8 +127,22 @@ class RunPaths:
         return f"{self.checkpoints}/{name}"
 
 
+def check_fresh(store: Store, run: str) -> None:
+    """A run without run.json has no journal either: records without the description that gives them a meaning are
+    never taken over by a new run. Raises `RestoreNotFresh`."""
+    paths = RunPaths(run)
+    left = next((key for key in (paths.segment(0), paths.low) if store.size(key) is not None), None)
+    if left is not None and store.size(paths.info) is None:
+        raise RestoreNotFresh(
+            f"{left} in {store.url}, without {paths.info}",
+            expected="the run's description beside its journal, or no journal",
+            action="restore run.json from a copy, or choose another name",
+        )
+
+
 def create_run(store: Store, info: RunInfo) -> None:
-    """Create run.json. Raises `RunExists`."""
+    """Create run.json. Raises `RunExists`, `RestoreNotFresh`."""
+    check_fresh(store, info.run)
     try:
         data = msgspec.json.encode({**msgspec.to_builtins(info), DIGEST: _digest(info)})
         store.create(RunPaths(info.run).info, msgspec.json.format(data, indent=1))

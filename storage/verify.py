@@ -9,7 +9,7 @@ itself and looks into the payloads.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from storage import schema
@@ -113,16 +113,22 @@ class Auditor:
         self._check_snapshot(segment.header.slot)
         for row in segment.rows:
             self._before(row)
-        fold_segment(self.ledger, segment)
-        for row in segment.rows:
+        trained: list[tuple[Lease, dict[str, Block]]] = []
+
+        def note(row: Row) -> None:  # a checkpoint later in the segment may make the ledger forget the step
             if isinstance(row.record, schema.StepCommitted):
-                self._check_lease(self.ledger.steps[row.record.step].lease)
+                lease = self.ledger.steps[row.record.step].lease
+                trained.append((lease, {name: self.ledger.blocks[name] for name in lease.blocks}))
+
+        fold_segment(self.ledger, segment, note)
+        for lease, blocks in trained:
+            self._check_lease(lease, blocks)
 
     def audit_unsettled(self) -> None:
         """The durable turns of groups that are not settled yet. Raises what is wrong."""
         for group in self.ledger.groups.values():
             for sibling, rollout in enumerate(group.rollouts):
-                for row in self._rows(rollout.rows):
+                for row in self._rows(rollout.rows, self.ledger.blocks):
                     if (row.group, row.sibling) != (group.ordinal, sibling):
                         raise _conflict(group.ordinal, sibling, f"a row of {row.group}/{row.sibling}", "its own rows")
 
@@ -131,12 +137,12 @@ class Auditor:
         for name, record in self._unread.items():
             self._reader.block_rows(name, Block(record.digest, record.size, inline=False, batches=record.batches))
 
-    def _rows(self, references: Sequence[tuple[str, int]]) -> list[TurnRow]:
+    def _rows(self, references: Sequence[tuple[str, int]], blocks: Mapping[str, Block]) -> list[TurnRow]:
         for name, _ in references:
             self._unread.pop(name, None)
-            if name in self.ledger.blocks:
-                self._reader.block_rows(name, self.ledger.blocks[name])  # whole, not only what is asked for
-        return self._reader.rows(references, self.ledger.blocks)
+            if name in blocks:
+                self._reader.block_rows(name, blocks[name])  # whole, not only what is asked for
+        return self._reader.rows(references, blocks)
 
     def _check_snapshot(self, slot: int) -> None:
         """A snapshot says what the records before it say."""
@@ -184,9 +190,9 @@ class Auditor:
                 code="version_unknown",
             )
 
-    def _check_lease(self, lease: Lease) -> None:
+    def _check_lease(self, lease: Lease, blocks: Mapping[str, Block]) -> None:
         for group in lease.groups:
-            slots = [self._rows(references) for references in group.rows]
+            slots = [self._rows(references, blocks) for references in group.rows]
             self._check_samples(slots, group)
             rows = [row for slot in slots for row in slot]
             self._check_versions(rows, lease.version)
