@@ -18,6 +18,7 @@ from storage.runs import (
     RunPaths,
     check_begun,
     check_fingerprints,
+    check_fresh,
     check_name,
     create_run,
     make_run,
@@ -32,7 +33,7 @@ log = logging.getLogger(__name__)
 def preflight(spec: RunSpec) -> RunInfo | None:
     """What can be refused before any process is started; reads only. The run, or None when it is new.
 
-    Raises `FingerprintMismatch`, `SchemaUnsupported`, `StorageUnusable`, `ResourceUnavailable`."""
+    Raises `FingerprintMismatch`, `SchemaUnsupported`, `RestoreNotFresh`, `StorageUnusable`, `ResourceUnavailable`."""
     if spec.storage_url.startswith("memory:"):
         raise ResourceUnavailable(
             f"storage {spec.storage_url} lives in one process",
@@ -49,6 +50,7 @@ def _existing(store: Store, spec: RunSpec) -> RunInfo | None:
     try:
         return _opened(store, spec)
     except UnknownRun:
+        check_fresh(store, spec.run)
         return None
 
 

@@ -14,10 +14,11 @@ import numpy as np
 
 from storage.buffers import NamedBuffer, from_safetensors
 from storage.each import each
-from storage.errors import ArtifactCorrupt, ObjectMissing, SchemaUnsupported
+from storage.errors import ArtifactCorrupt, ObjectMissing
 from storage.filesystem import Store, read_proven
 from storage.runs import RunPaths
 from storage.schema import SCHEMA
+from storage.upgrades import changed, changes
 
 FORMAT = "tidegate-checkpoint-2"
 
@@ -60,12 +61,9 @@ def read_manifest(store: Store, run: str, name: str, digest: str) -> Manifest:
     key = RunPaths(run).manifest(name)
     data = _read_checked(store, key, digest, None)
     stated = msgspec.json.decode(data)
-    if (stated.get("format"), stated.get("schema")) != (FORMAT, SCHEMA):
-        raise SchemaUnsupported(
-            f"{key}: {stated.get('format')} schema {stated.get('schema')}",
-            expected=f"{FORMAT} schema {SCHEMA}",
-            action="read this checkpoint with the Tidegate version that wrote it; nothing was changed",
-        )
+    steps = changes(key, (stated.get("schema"), stated.get("format")), (SCHEMA, FORMAT))
+    if steps:
+        stated = changed(steps, "manifest", stated)[1] | {"schema": SCHEMA, "format": FORMAT}
     manifest = msgspec.convert(stated, Manifest)
     if manifest.run != run:
         raise ArtifactCorrupt(

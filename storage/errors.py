@@ -77,6 +77,12 @@ class RunExists(UserError):
     default_code = "run_exists"
 
 
+class RestoreNotFresh(UserError):
+    """A new run where the records of another one lie."""
+
+    default_code = "restore_not_fresh"
+
+
 class StorageUnusable(UserError):
     """The store cannot be opened, read, written, or cannot create exclusively."""
 

@@ -171,9 +171,7 @@ class _Finder:
     def archives(self) -> list[str]:
         ledger, last = self._ledger, self._ledger.snapshot.slot if self._ledger.snapshot else -1
         known = {f"{name}.arrow" for name in ledger.history}
-        known |= (
-            set() if ledger.finished else {f"{name}.arrow" for name in ledger.replaced}
-        )  # an archivist may
+        known |= set() if ledger.finished else {f"{name}.arrow" for name in ledger.replaced}  # an archivist may
         named = self._named(self._paths.history, _ARCHIVE)
         return [key for key, name in named if name[0] not in known and (ledger.finished or int(name[1]) <= last)]
 

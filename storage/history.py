@@ -28,6 +28,7 @@ from storage.runs import RunPaths, open_run
 from storage.schema import KIND_OF, LedgerSnapshot
 from storage.segment import Header, Row, Segment, decode_header, decode_record, whole_segment
 from storage.snapshot import read_snapshot
+from storage.upgrades import Change
 
 SMALL = 64 * 1024
 FANOUT = 8
@@ -97,21 +98,24 @@ def read_archive(store: Store, run: str, name: str, start: int = 0) -> Iterator[
     """The segments of an archive from slot `start` on, in order. Raises `ArtifactCorrupt`, `SchemaUnsupported`."""
     table, archive, where = read_table(store, run, name), Archive.of(name), RunPaths(run).archive(name)
     slot = archive.first
-    for header, digest, rows in _pieces(table, where):
+    for (header, steps), digest, rows in _pieces(table, where):
         if (header.run, header.slot) != (run, slot):
             found = f"slot {header.slot} of run {header.run!r}"
             raise _corrupt(f"{where} goes on with {found}", f"slot {slot} of run {run!r}", "mixed_cut")
         slot += 1
         if header.slot >= start:
-            yield whole_segment(header, [_row(row, where) for row in rows], digest, where)
+            yield whole_segment(header, [_row(row, where, steps) for row in rows], digest, where)
     if slot != archive.end:
         raise _corrupt(f"{where} ends before slot {slot}", f"slots up to {archive.end}", "mixed_cut")
 
 
-def _pieces(table: pa.Table, where: str) -> Iterator[tuple[Header, str, list[tuple[Any, ...]]]]:
-    """Header, digest and raw rows of each segment."""
+Piece = tuple[tuple[Header, list[Change]], str, list[tuple[Any, ...]]]
+
+
+def _pieces(table: pa.Table, where: str) -> Iterator[Piece]:
+    """Header and what its records need, digest, and raw rows of each segment."""
     columns: list[list[Any]] = [table.column(name).to_pylist() for name in _SCHEMA.names[1:]]
-    found: tuple[Header, str, list[tuple[Any, ...]]] | None = None
+    found: Piece | None = None
     for *row, header, digest in zip(*columns, strict=True):
         if header is not None:
             if found is not None:
@@ -124,9 +128,9 @@ def _pieces(table: pa.Table, where: str) -> Iterator[tuple[Header, str, list[tup
         yield found
 
 
-def _row(row: tuple[Any, ...], where: str) -> Row:
+def _row(row: tuple[Any, ...], where: str, steps: list[Change]) -> Row:
     seq, time, kind, body, blob = row
-    return Row(seq, time, decode_record(kind, body, where), blob)
+    return Row(seq, time, decode_record(kind, body, where, steps), blob)
 
 
 def _corrupt(found: str, expected: str, code: str) -> ArtifactCorrupt:

@@ -171,6 +171,8 @@ class Block(msgspec.Struct, gc=False, array_like=True):
     slot: int = -1
     users: int = 0
     retained: int = 0
+    batches: tuple[tuple[int, int, int, int], ...] = ()
+    """See `schema.PayloadStored`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,20 @@ from pathlib import Path
 from storage.errors import CommitUnknown, StorageUnusable, StoreUnavailable
 from storage.filesystem import Bytes, Leftover, check_key, exists, missing, precondition, token_of
 
+_NO_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS, errno.EXDEV})
+"""What a file system answers that has no files without a name, or can't link one."""
+
 
 class LocalStore:
-    """Files below a folder. Creation is temp file + fsync + hard link + fsync of the folder, so it is exclusive on
-    every POSIX file system and a file is there whole or not at all."""
+    """Files below a folder. Creation is a file without a name + fsync + hard link + fsync of the folder, so it is
+    exclusive, a file is there whole or not at all, and a killed writer leaves nothing behind. Where the file system
+    has no such files (which the first one finds out), they get a temporary name first."""
 
-    def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True) -> None:
+    def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True, unnamed: bool = True) -> None:
         self._root = Path(root).absolute()
+        self._prefix = f"{self._root}/"
         self._fsync = fsync
-        self._folders: set[Path] = set()
+        self._unnamed = unnamed and os.path.isdir("/proc/self/fd")
 
     trouble = ""
 
@@ -32,7 +37,7 @@ class LocalStore:
     def _path(self, key: str) -> Path:
         return self._root / check_key(key)
 
-    def _sync_folder(self, folder: Path) -> None:
+    def _sync_folder(self, folder: str) -> None:
         if self._fsync:
             handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
@@ -40,26 +45,24 @@ class LocalStore:
             finally:
                 os.close(handle)
 
-    def _make_folder(self, folder: Path) -> None:
-        if folder in self._folders and folder.is_dir():
-            return
-        missing = [folder, *folder.parents]
-        missing = [place for place in missing if not place.exists()]
-        folder.mkdir(parents=True, exist_ok=True)
+    def _make_folder(self, folder: str) -> None:
+        missing = [place for place in (Path(folder), *Path(folder).parents) if not place.exists()]
+        os.makedirs(folder, exist_ok=True)
         for place in reversed(missing):
-            self._sync_folder(place.parent)
-        self._folders.add(folder)
+            self._sync_folder(str(place.parent))
 
-    def _write_temp(self, folder: Path, data: Bytes) -> Path:
-        self._make_folder(folder)
-        temp = folder / f".tmp-{os.getpid()}-{uuid.uuid4().hex}"
+    def _write(self, handle: int, data: Bytes) -> None:
+        view = memoryview(data)
+        while view:
+            view = view[os.write(handle, view) :]
+        if self._fsync:
+            os.fsync(handle)
+
+    def _write_temp(self, folder: str, data: Bytes) -> str:
+        temp = f"{folder}/.tmp-{os.getpid()}-{uuid.uuid4().hex}"
         handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
-            view = memoryview(data)
-            while view:
-                view = view[os.write(handle, view) :]
-            if self._fsync:
-                os.fsync(handle)
+            self._write(handle, data)
         except BaseException:
             os.unlink(temp)
             raise
@@ -72,18 +75,43 @@ class LocalStore:
         return self
 
     def create(self, key: str, data: Bytes) -> None:
-        path = self._path(key)
+        path = self._prefix + check_key(key)
+        folder = os.path.dirname(path)
         with _os_errors(self.url, key):
-            temp = self._write_temp(path.parent, data)
             try:
-                os.link(temp, path)
+                try:
+                    self._link_new(folder, path, data)
+                except FileNotFoundError:
+                    self._make_folder(folder)
+                    self._link_new(folder, path, data)
             except FileExistsError as error:
                 raise exists(key, self.url) from error
-            finally:
-                os.unlink(temp)
-        self._confirm(path.parent, key)
+        self._confirm(folder, key)
 
-    def _confirm(self, folder: Path, key: str) -> None:
+    def _link_new(self, folder: str, path: str, data: Bytes) -> None:
+        if self._unnamed:
+            try:
+                return self._link_unnamed(folder, path, data)
+            except OSError as error:
+                if error.errno not in _NO_UNNAMED:
+                    raise
+                self._unnamed = False
+        temp = self._write_temp(folder, data)
+        try:
+            os.link(temp, path)
+        finally:
+            os.unlink(temp)
+
+    def _link_unnamed(self, folder: str, path: str, data: Bytes) -> None:
+        handle = os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o644)
+        try:
+            self._write(handle, data)
+            # With a folder's descriptor Python calls linkat, which alone follows the link in /proc.
+            os.link(f"/proc/self/fd/{handle}", path, src_dir_fd=handle, follow_symlinks=True)
+        finally:
+            os.close(handle)
+
+    def _confirm(self, folder: str, key: str) -> None:
         try:
             self._sync_folder(folder)
         except OSError as error:
@@ -156,18 +184,19 @@ class LocalStore:
 
     def swap(self, key: str, data: Bytes, token: str | None) -> str:
         path = self._path(key)
+        folder = str(path.parent)
         with _os_errors(self.url, key):
-            self._make_folder(path.parent)
-            lock = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+            self._make_folder(folder)
+            lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX)
                 current = token_of(path.read_bytes()) if path.exists() else None
                 if current != token:
                     raise precondition(key)
-                os.replace(self._write_temp(path.parent, data), path)
+                os.replace(self._write_temp(folder, data), path)
             finally:
                 os.close(lock)
-        self._confirm(path.parent, key)
+        self._confirm(folder, key)
         return token_of(data)
 
 

@@ -32,11 +32,12 @@ SIBLING_ENDED = "sibling_ended"
 """An attempt that was closed because its group is redone whole: it costs no budget."""
 
 
-def illegal(record: Record, seq: int, found: str, expected: str) -> IllegalTransition:
+def illegal(record: Record, seq: int, found: str, expected: str, code: str = "") -> IllegalTransition:
     return IllegalTransition(
         f"record {seq} ({schema.KIND_OF[type(record)]}): {found}",
         expected=expected,
         action="the journal was altered or written by two owners; `tidegate fork RUN NEW --last-good`",
+        code=code,
     )
 
 
@@ -172,7 +173,7 @@ def payload_stored(ledger: Ledger, seq: int, record: schema.PayloadStored) -> No
             action="two writers share a name; the journal was altered",
             code="token_row",
         )
-    ledger.blocks[record.block] = Block(record.digest, record.size, record.inline)
+    ledger.blocks[record.block] = Block(record.digest, record.size, record.inline, batches=record.batches)
     if record.inline:
         ledger.add_unplaced(seq, record.block)
 
@@ -237,7 +238,9 @@ def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> list[tuple[
     columns = (record.siblings, record.attempts, record.rows, record.samples, record.tokens, record.oldest,
                record.rewards)  # fmt: skip
     if not record.groups or any(len(column) != len(record.groups) for column in columns):
-        raise illegal(record, seq, f"columns of {[len(c) for c in columns]} values", "equal, non-empty columns")
+        raise illegal(
+            record, seq, f"columns of {[len(c) for c in columns]} values", "equal, non-empty columns", code="seal"
+        )
     groups, last = ledger.groups, ledger.num_siblings - 1
     pairs: list[tuple[Group, Rollout]] = []
     for ordinal, sibling, attempt, samples in zip(
@@ -253,12 +256,14 @@ def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> list[tuple[
         if rollout.boundary is not None or samples != 1:
             _check_samples(rollout, record, seq, f"rollout {ordinal}/{sibling}", samples)
         pairs.append((group, rollout))
-    if not all(map(math.isfinite, record.rewards)) or min(record.tokens) < 0:
-        raise illegal(record, seq, f"rewards {record.rewards}, tokens {record.tokens}", "finite rewards, tokens >= 0")
+    if not all(map(math.isfinite, record.rewards)):
+        raise illegal(record, seq, f"rewards {record.rewards}", "finite rewards", code="reward")
+    if min(record.tokens) < 0:
+        raise illegal(record, seq, f"tokens {record.tokens}", "tokens >= 0", code="seal")
     if len({id(rollout) for _, rollout in pairs}) != len(pairs):
-        raise illegal(record, seq, "two seals of one rollout", "each rollout once")
+        raise illegal(record, seq, "two seals of one rollout", "each rollout once", code="seal")
     if len(set(record.rows)) != len(pairs):
-        raise illegal(record, seq, f"rows {record.rows}", "each row of the block once")
+        raise illegal(record, seq, f"rows {record.rows}", "each row of the block once", code="seal")
     ledger.check_block(record.block, record, seq)
     return pairs
 
@@ -268,7 +273,7 @@ def _check_samples(rollout: Rollout, record: schema.Sealed, seq: int, where: str
     last = next_samples(rollout.boundary.sample if rollout.boundary else -1)
     if samples - 1 not in last:
         expected = " or ".join(str(sample + 1) for sample in last)
-        raise illegal(record, seq, f"{where} with {samples} samples", f"{expected} samples")
+        raise illegal(record, seq, f"{where} with {samples} samples", f"{expected} samples", code="seal")
 
 
 def group_completed(ledger: Ledger, seq: int, record: schema.GroupCompleted) -> None:
@@ -281,6 +286,7 @@ def group_completed(ledger: Ledger, seq: int, record: schema.GroupCompleted) -> 
                 seq,
                 f"group {ordinal} is {group.state.value} with {group.num_sealed} sealed siblings",
                 f"generating with {ledger.num_siblings}",
+                code="slots",
             )
     for ordinal in record.groups:
         group = ledger.groups[ordinal]

@@ -17,12 +17,13 @@ from storage.errors import (
     ForkRefused,
     ObjectExists,
     ObjectMissing,
+    RestoreNotFresh,
     RunExists,
-    SchemaUnsupported,
     UnknownRun,
 )
 from storage.filesystem import Store
 from storage.schema import FIELD_HASH, SCHEMA
+from storage.upgrades import changed, changes
 
 DIGEST = "digest"
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
@@ -146,8 +147,22 @@ class RunPaths:
         return f"{self.pins}/{manifest}.{name}.json"
 
 
+def check_fresh(store: Store, run: str) -> None:
+    """A run without run.json has no journal either: records without the description that gives them a meaning are
+    never taken over by a new run. Raises `RestoreNotFresh`."""
+    paths = RunPaths(run)
+    left = next((key for key in (paths.segment(0), paths.low) if store.size(key) is not None), None)
+    if left is not None and store.size(paths.info) is None:
+        raise RestoreNotFresh(
+            f"{left} in {store.url}, without {paths.info}",
+            expected="the run's description beside its journal, or no journal",
+            action="restore run.json from a copy, or choose another name",
+        )
+
+
 def create_run(store: Store, info: RunInfo) -> None:
-    """Create run.json. Raises `RunExists`."""
+    """Create run.json. Raises `RunExists`, `RestoreNotFresh`."""
+    check_fresh(store, info.run)
     try:
         data = msgspec.json.encode({**msgspec.to_builtins(info), DIGEST: _digest(info)})
         store.create(RunPaths(info.run).info, msgspec.json.format(data, indent=1))
@@ -183,19 +198,17 @@ def open_run(store: Store, run: str) -> RunInfo:
         found = (stated["schema"], stated["fields"])
     except (msgspec.DecodeError, KeyError) as error:
         raise _unreadable(run, str(error)) from error
-    if found != (SCHEMA, FIELD_HASH):
-        raise SchemaUnsupported(
-            f"run {run!r} has schema {found[0]}, fields {found[1]}",
-            expected=f"schema {SCHEMA}, fields {FIELD_HASH}",
-            action="read this run with the Tidegate version that wrote it; nothing was changed",
-        )
+    steps = changes(f"run {run!r}", found, (SCHEMA, FIELD_HASH))
     digest = stated.pop(DIGEST, "none")
+    actual = hashlib.sha256(msgspec.json.encode(stated)).hexdigest()
+    if actual != digest:
+        raise _unreadable(run, f"sha256 {actual[:16]}… where it says {str(digest)[:16]}…")
+    if steps:
+        stated = changed(steps, "run", stated)[1] | {"schema": SCHEMA, "fields": FIELD_HASH}
     try:
         info = msgspec.convert(stated, RunInfo)
     except msgspec.ValidationError as error:
         raise _unreadable(run, str(error)) from error
-    if _digest(info) != digest:
-        raise _unreadable(run, f"sha256 {_digest(info)[:16]}… where it says {str(digest)[:16]}…")
     if info.run != run:
         raise ArtifactCorrupt(
             f"{RunPaths(run).info} describes run {info.run!r}",

@@ -112,12 +112,17 @@ class AttemptAbandoned(Record, frozen=True, forbid_unknown_fields=True):
 
 
 class PayloadStored(Record, frozen=True, forbid_unknown_fields=True):
-    """A block of token rows is durable: in this row's bytes (`inline`) or as payload/<block>.arrow."""
+    """A block of token rows is durable: in this row's bytes (`inline`) or as payload/<block>.arrow.
+
+    A large one is cut into `batches`: for each its number of rows, offset and length in bytes, and CRC-32, so that a
+    reader of some rows reads those only.
+    """
 
     block: str
     digest: str
     size: int
     inline: bool
+    batches: tuple[tuple[int, int, int, int], ...] = ()
 
 
 class TurnCommitted(Record, frozen=True, forbid_unknown_fields=True):

@@ -16,10 +16,13 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import msgspec
+import numpy as np
 import pyarrow as pa
 
+from storage.arrow_columns import OPTIONS, blobs, fixed, texts
 from storage.errors import ArtifactCorrupt, SchemaUnsupported
 from storage.schema import FIELD_HASH, KIND_OF, KINDS, SCHEMA, LedgerSnapshot, Record
+from storage.upgrades import Change, changed, changes
 
 FORMAT = "tidegate-journal"
 GENESIS = "0" * 64
@@ -35,7 +38,6 @@ _SCHEMA = pa.schema(
         pa.field("blob", pa.binary()),
     ]
 )
-_OPTIONS = pa.ipc.IpcWriteOptions()  # made once: pyarrow reads the environment for each
 _encode = msgspec.json.Encoder().encode
 _decoders = {kind: msgspec.json.Decoder(record) for kind, record in KINDS.items()}
 
@@ -91,16 +93,16 @@ def encode_segment(header: Header, rows: Sequence[Row]) -> tuple[bytes, str]:
     metadata: dict[bytes | str, bytes | str] = {"tidegate": _encode(header), "digest": _UNSET}
     batch = pa.RecordBatch.from_arrays(
         [
-            pa.array([row.seq for row in rows], pa.int64()),
-            pa.array([row.time for row in rows], pa.float64()),
-            pa.array([KIND_OF[type(row.record)] for row in rows], pa.string()),
-            pa.array([_encode(row.record).decode() for row in rows], pa.string()),
-            pa.array([row.blob for row in rows], pa.binary()),
+            fixed([row.seq for row in rows], np.int64),
+            fixed([row.time for row in rows], np.float64),
+            texts([KIND_OF[type(row.record)].encode() for row in rows]),
+            texts([_encode(row.record) for row in rows]),
+            blobs([row.blob for row in rows]),
         ],
         schema=_SCHEMA.with_metadata(metadata),
     )
     sink = pa.BufferOutputStream()
-    with pa.ipc.new_file(sink, batch.schema, options=_OPTIONS) as writer:
+    with pa.ipc.new_file(sink, batch.schema, options=OPTIONS) as writer:
         writer.write_batch(batch)
     data = bytearray(sink.getvalue())
     digest = hashlib.sha256(data).hexdigest()
@@ -137,11 +139,11 @@ def decode_segment(data: bytes, where: str) -> Segment:
     """Check the digest, then parse. Raises `ArtifactCorrupt` and `SchemaUnsupported`; `where` names the object."""
     digest = check_digest(data, where)
     file = pa.ipc.open_file(pa.py_buffer(data))
-    header = decode_header((file.schema.metadata or {}).get(b"tidegate", b""), where)
+    header, steps = decode_header((file.schema.metadata or {}).get(b"tidegate", b""), where)
     batch = file.get_batch(0)
     columns: list[list[Any]] = [batch.column(name).to_pylist() for name in _SCHEMA.names]
     rows = [
-        Row(seq, time, decode_record(kind, body, where), blob)
+        Row(seq, time, decode_record(kind, body, where, steps), blob)
         for seq, time, kind, body, blob in zip(*columns, strict=True)
     ]
     return whole_segment(header, rows, digest, where)
@@ -158,23 +160,27 @@ def whole_segment(header: Header, rows: list[Row], digest: str, where: str) -> S
     return Segment(header, rows, digest)
 
 
-def decode_header(text: bytes | str, where: str) -> Header:
-    """A segment's header from its JSON. Raises `ArtifactCorrupt`, `SchemaUnsupported`."""
+def decode_header(text: bytes | str, where: str) -> tuple[Header, list[Change]]:
+    """A segment's header from its JSON, and what has to be done to the records of a segment of an older schema. Raises
+    `ArtifactCorrupt`, `SchemaUnsupported`."""
     try:
-        stated = msgspec.json.decode(text)
-        found = (stated["format"], stated["schema"], stated["fields"])
+        header = msgspec.json.decode(text)
+        kind, found = header["format"], (header["schema"], header["fields"])
     except (msgspec.DecodeError, KeyError, TypeError) as error:
         raise _corrupt(where, "no readable header", "a Tidegate segment header", "header") from error
-    if found != (FORMAT, SCHEMA, FIELD_HASH):
-        raise SchemaUnsupported(
-            f"{where}: format {found[0]}, schema {found[1]}, fields {found[2]}",
-            expected=f"format {FORMAT}, schema {SCHEMA}, fields {FIELD_HASH}",
-            action="read this run with the Tidegate version that wrote it; nothing was changed",
-        )
-    return msgspec.convert(stated, Header)
+    if kind != FORMAT:
+        raise _corrupt(where, f"format {kind!r}", f"format {FORMAT}", "header")
+    steps = changes(where, found, (SCHEMA, FIELD_HASH))
+    if steps:
+        header = changed(steps, "header", header)[1] | {"schema": SCHEMA, "fields": FIELD_HASH}
+    return msgspec.convert(header, Header), steps
 
 
-def decode_record(kind: str, body: str, where: str) -> Record:
+def decode_record(kind: str, body: str, where: str, steps: list[Change]) -> Record:
+    """Raises `SchemaUnsupported`."""
+    if steps:
+        kind, content = changed(steps, kind, msgspec.json.decode(body))
+        body = _encode(content).decode()
     decoder = _decoders.get(kind)
     try:
         if decoder is not None:

@@ -19,7 +19,7 @@ import msgspec
 import pyarrow as pa
 
 from storage import schema
-from storage.errors import ArtifactCorrupt, LedgerInvalid, ObjectMissing, SchemaUnsupported
+from storage.errors import ArtifactCorrupt, LedgerInvalid, ObjectMissing
 from storage.filesystem import Store, create_same, read_proven
 from storage.intervals import IntervalSet
 from storage.ledger import (
@@ -39,6 +39,7 @@ from storage.ledger import (
     TrainedGroup,
 )
 from storage.runs import RunPaths
+from storage.upgrades import Change, changed, changes
 
 FORMAT = "tidegate-ledger"
 KEPT = 3
@@ -179,23 +180,26 @@ def read_rows(store: Store, run: str, record: schema.LedgerSnapshot) -> list[Sna
     except ObjectMissing as error:
         raise _corrupt(f"{key} is missing", "the snapshot that the journal names", "missing") from error
     file = pa.ipc.open_file(pa.py_buffer(data))
-    _check_header(file.schema, key, run, record.slot)
+    steps = _check_header(file.schema, key, run, record.slot)
     columns: list[list[Any]] = [file.get_batch(0).column(name).to_pylist() for name in _SCHEMA.names]
-    return [SnapshotRow(*row) for row in zip(*columns, strict=True)]
+    return [_upgraded(steps, SnapshotRow(*row)) for row in zip(*columns, strict=True)]
 
 
-def _check_header(stated: pa.Schema, key: str, run: str, slot: int) -> None:
+def _upgraded(steps: list[Change], row: SnapshotRow) -> SnapshotRow:
+    if not steps:
+        return row
+    kind, content = changed(steps, row.kind, msgspec.msgpack.decode(row.body))
+    return row._replace(kind=kind, body=_encode(msgspec.convert(content, _TYPES[kind])))
+
+
+def _check_header(stated: pa.Schema, key: str, run: str, slot: int) -> list[Change]:
+    """What has to be done to the rows of a snapshot of an older schema."""
     header = msgspec.json.decode((stated.metadata or {}).get(b"tidegate", b"{}"))
-    found = (header.get("format"), header.get("schema"), header.get("fields"))
-    if found != (FORMAT, schema.SCHEMA, FIELD_HASH):
-        raise SchemaUnsupported(
-            f"{key}: format {found[0]}, schema {found[1]}, fields {found[2]}",
-            expected=f"format {FORMAT}, schema {schema.SCHEMA}, fields {FIELD_HASH}",
-            action="read this run with the Tidegate version that wrote it; nothing was changed",
-        )
+    steps = changes(key, (header.get("schema"), header.get("fields")), (schema.SCHEMA, FIELD_HASH))
     if (header.get("run"), header.get("slot")) != (run, slot):
         found_in = f"slot {header.get('slot')} of run {header.get('run')!r}"
         raise _corrupt(f"{key} says it is {found_in}", f"slot {slot} of run {run!r}", "mixed_cut")
+    return steps
 
 
 def read_snapshot(store: Store, run: str, record: schema.LedgerSnapshot, num_siblings: int) -> Ledger:

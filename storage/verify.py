@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from storage import schema
@@ -165,13 +165,13 @@ class Auditor:
 
     def _after(self, row: Row) -> None:
         if isinstance(row.record, schema.StepCommitted):
-            self._check_lease(self.ledger.steps[row.record.step].lease)
+            self._check_lease(self.ledger.steps[row.record.step].lease, self.ledger.blocks)
 
     def audit_unsettled(self) -> None:
         """The durable turns of groups that are not settled yet. Raises what is wrong."""
         for group in self.ledger.groups.values():
             for sibling, rollout in enumerate(group.rollouts):
-                for row in self._rows(rollout.rows):
+                for row in self._rows(rollout.rows, self.ledger.blocks):
                     if (row.group, row.sibling) != (group.ordinal, sibling):
                         raise _conflict(group.ordinal, sibling, f"a row of {row.group}/{row.sibling}", "its own rows")
 
@@ -182,7 +182,9 @@ class Auditor:
         for name, record in self._unread.items():
             if name not in self._retired_blocks:
                 try:
-                    self._reader.block_rows(name, Block(record.digest, record.size, inline=False))
+                    self._reader.block_rows(
+                        name, Block(record.digest, record.size, inline=False, batches=record.batches)
+                    )
                 except (ReferenceInvalid, ArtifactCorrupt) as error:
                     wrong[name] = error
         later = retired_since() if wrong else set[str]()
@@ -225,10 +227,12 @@ class Auditor:
     def _digest(self, slot: int) -> str:
         return self._digests[32 * slot : 32 * slot + 32].hex()
 
-    def _rows(self, references: Sequence[tuple[str, int]]) -> list[TurnRow]:
+    def _rows(self, references: Sequence[tuple[str, int]], blocks: Mapping[str, Block]) -> list[TurnRow]:
         for name, _ in references:
             self._unread.pop(name, None)
-        return self._reader.rows(references, self.ledger.blocks)
+            if name in blocks:
+                self._reader.block_rows(name, blocks[name])  # whole, not only what is asked for
+        return self._reader.rows(references, blocks)
 
     def _check_snapshot(self, slot: int) -> None:
         """A snapshot says what the records before it say."""
@@ -285,12 +289,12 @@ class Auditor:
                 code="version_unknown",
             )
 
-    def _check_lease(self, lease: Lease) -> None:
+    def _check_lease(self, lease: Lease, blocks: Mapping[str, Block]) -> None:
         for group in lease.groups:
             if not self._readable([row for references in group.rows for row in references]):
                 self._check_staleness(lease, group.ordinal, group.oldest, group.oldest)
                 continue
-            slots = [self._rows(references) for references in group.rows]
+            slots = [self._rows(references, blocks) for references in group.rows]
             self._check_samples(slots, group)
             rows = [row for slot in slots for row in slot]
             self._check_versions(rows, lease.version)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from msgspec.structs import replace
@@ -33,6 +33,14 @@ LINGER_S = 0.005
 MAX_REPORT = 128
 
 Entry = Turn | Ended | PlainEnded
+
+
+def number_rows(rows: Sequence[TurnRow | None]) -> tuple[list[TurnRow], dict[int, int]]:
+    """The rows in the order in which they are stored, those of a rollout together and in the order of its turns; and
+    where each of the given ones is."""
+    found = [(row, at) for at, row in enumerate(rows) if row is not None]
+    found.sort(key=lambda one: (one[0].group, one[0].sibling))
+    return [row for row, _ in found], {at: index for index, (_, at) in enumerate(found)}
 
 
 class ManagerCalls(Protocol):
@@ -182,20 +190,17 @@ class RolloutWorker:
 
     def _encode(self, batch: list[tuple[TurnRow | None, Entry]]) -> Report:
         """Number the rows, encode them, and make a large block durable before the report that names it."""
-        rows: list[TurnRow] = []
+        rows, index_of = number_rows([row for row, _ in batch])
         turns: list[Turn] = []
         ended: list[Ended] = []
         plain: list[PlainEnded] = []
-        for row, entry in batch:
-            index = len(rows)
-            if row is not None:
-                rows.append(row)
+        for at, (row, entry) in enumerate(batch):
             if isinstance(entry, Turn):
-                turns.append(replace(entry, row=index))
+                turns.append(replace(entry, row=index_of[at]))
             elif isinstance(entry, PlainEnded):
                 plain.append(entry)
             else:
-                ended.append(entry if row is None else replace(entry, row=index))
+                ended.append(entry if row is None else replace(entry, row=index_of[at]))
         if not rows:
             return Report(self._name, "", "", 0, None, tuple(turns), tuple(ended), tuple(plain))
         self._blocks += 1
@@ -212,4 +217,5 @@ class RolloutWorker:
             tuple(turns),
             tuple(ended),
             tuple(plain),
+            block.batches,
         )

@@ -120,7 +120,8 @@ class PlainEnded(msgspec.Struct, frozen=True, gc=False):
 
 
 class Report(msgspec.Struct, frozen=True, gc=False):
-    """What a worker says at once. The block's rows are durable as payload/<block>.arrow, or travel in `inline`."""
+    """What a worker says at once. The block's rows are durable as payload/<block>.arrow, cut into `batches` when it is
+    large, or travel in `inline`."""
 
     worker: str
     block: str
@@ -130,6 +131,7 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     turns: tuple[Turn, ...]
     ended: tuple[Ended, ...]
     plain: tuple[PlainEnded, ...] = ()
+    batches: tuple[tuple[int, int, int, int], ...] = ()
 
 
 class Accepted(msgspec.Struct, frozen=True):

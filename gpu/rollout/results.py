@@ -176,7 +176,8 @@ class Results:
         if report.block in ledger.blocks:
             return
         inline = report.inline is not None
-        self._books.record(schema.PayloadStored(report.block, report.digest, report.size, inline), report.inline)
+        stored = schema.PayloadStored(report.block, report.digest, report.size, inline, report.batches)
+        self._books.record(stored, report.inline)
         if report.inline is not None:
             self._books.hot.put(report.block, report.inline)
 

@@ -140,6 +140,7 @@ class TrainerHost:
 
     def _samples(self, lease: Lease, blocks: Mapping[str, Block]) -> list[list[list[Sample]]]:
         """Group by group, the samples of each slot."""
+        self._reader.load((row for group in lease.groups for rows in group.rows for row in rows), blocks)
         return [
             assemble([self._reader.rows(rows, blocks) for rows in group.rows], group.ordinal, len(group.rewards))
             for group in lease.groups

@@ -132,7 +132,10 @@ class Workers:
         if rows and world.rng.random() < world.shape.files:
             world.store.create(RunPaths(RUN).block(block.name), block.data)
             inline = None
-        return Report(name, block.name, block.digest, len(block.data), inline, tuple(turns), tuple(ended))
+        batches = block.batches if inline is None else ()
+        return Report(
+            name, block.name, block.digest, len(block.data), inline, tuple(turns), tuple(ended), batches=batches
+        )  # fmt: skip
 
     # ------------------------------------------------------------------ reports
 

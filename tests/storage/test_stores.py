@@ -57,7 +57,7 @@ class TestLocal(StoreContract):
     ) -> None:
         store.create("a/0", b"x")
 
-        def broken(folder: Path) -> None:
+        def broken(folder: str) -> None:
             raise OSError(errno.EIO, "I/O error")
 
         monkeypatch.setattr(store, "_sync_folder", broken)
@@ -68,6 +68,39 @@ class TestLocal(StoreContract):
         (tmp_path / "file").write_bytes(b"")
         with pytest.raises(StorageUnusable):
             LocalStore(tmp_path / "file").create("a", b"x")
+
+
+class TestLocalWithTemporaryNames(TestLocal):
+    """A file system that has no files without a name."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Store:
+        opened = os.open
+
+        def refusing(path: str, flags: int, *args: int) -> int:
+            if flags & os.O_TMPFILE == os.O_TMPFILE:
+                raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP), path)
+            return opened(path, flags, *args)
+
+        monkeypatch.setattr(os, "open", refusing)
+        return LocalStore(tmp_path / "store")
+
+
+def test_a_writer_that_dies_before_the_object_is_whole_leaves_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Killed(BaseException):
+        pass
+
+    def dies(handle: int) -> None:
+        raise Killed
+
+    (tmp_path / "a").mkdir()
+    monkeypatch.setattr(os, "fsync", dies)
+    monkeypatch.setattr(os, "unlink", dies)  # nobody cleans up after a kill
+    with pytest.raises(Killed):
+        LocalStore(tmp_path).create("a/1", b"x")
+    assert list((tmp_path / "a").iterdir()) == []
 
 
 def test_a_store_that_overwrites_is_refused() -> None:
