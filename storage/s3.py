@@ -48,6 +48,7 @@ class _Trying:
     tries: int = 0
     unclear: bool = False
     refreshed: bool = False
+    """Whether this call has asked for credentials anew."""
     last: Meaning = field(default_factory=lambda: Meaning(Verdict.LATER, "store_unavailable", "not tried"))
 
 
@@ -239,6 +240,8 @@ class S3Store:
                 if found.verdict in answers:
                     self.trouble = ""
                     return found
+                if self._renew(trying, found):
+                    continue
                 if found.verdict not in (Verdict.LATER, Verdict.UNKNOWN, Verdict.EXPIRED):
                     raise self._unusable(found) from error
                 self._again(trying, key, write=write)
@@ -265,13 +268,22 @@ class S3Store:
         trying.unclear |= found.verdict is Verdict.UNKNOWN
         return found
 
+    def _renew(self, trying: _Trying, found: Meaning) -> bool:
+        """Ask for credentials anew when the store does not take these any more; whether to try again at once.
+
+        Once at once. Expired ones are asked for again after each pause, since who renews them may come later than the
+        store. Refused ones are not: they have been replaced already, or are wrong.
+        """
+        refused = found.code == "credentials" and not trying.refreshed
+        if found.verdict is not Verdict.EXPIRED and not refused:
+            return False
+        self._connection.drop()
+        first, trying.refreshed = not trying.refreshed, True
+        return first
+
     def _again(self, trying: _Trying, key: str, *, write: bool = False) -> None:
         """Wait before the next try, or raise what is known at the deadline."""
         found = trying.last
-        if found.verdict is Verdict.EXPIRED and not trying.refreshed:
-            trying.refreshed = True
-            self._connection.drop()
-            return
         pause = self._dice.random() * min(self._limits.backoff_s, 0.1 * 2.0**trying.tries)
         if self._clock.monotonic() + pause < trying.deadline:
             self.trouble = f"{key}: try {trying.tries} failed: {found.found}"
