@@ -104,7 +104,7 @@ class S3Store:
 
     def _head(self, key: str) -> dict[str, Any] | None:
         async def head(fs: Any) -> dict[str, Any]:
-            return await fs._call_s3("head_object", **self._place(key))
+            return _whole(await fs._call_s3("head_object", **self._place(key)), "ContentLength", "ETag")
 
         found = self._until(self._begin(), head, key, Verdict.MISSING)
         return None if isinstance(found, Meaning) else found
@@ -129,7 +129,8 @@ class S3Store:
             more["StartAfter"] = self._location.key(after)
 
         async def page(fs: Any) -> dict[str, Any]:
-            return await fs._call_s3("list_objects_v2", Bucket=self._location.bucket, Prefix=folder, **more)
+            found = await fs._call_s3("list_objects_v2", Bucket=self._location.bucket, Prefix=folder, **more)
+            return _whole(found, "IsTruncated")
 
         return self._repeat(page, folder)
 
@@ -166,7 +167,8 @@ class S3Store:
         proof = {"ChecksumSHA256": checksum, "Metadata": {MARK: mark}}
 
         async def put(fs: Any) -> dict[str, Any]:
-            return await fs._call_s3("put_object", **self._place(key), Body=Body(data), **proof, **condition)
+            found = await fs._call_s3("put_object", **self._place(key), Body=Body(data), **proof, **condition)
+            return _whole(found, "ETag")
 
         trying = self._begin(len(data))
         found = self._until(trying, put, key, Verdict.PRECONDITION, Verdict.MISSING, write=True)
@@ -205,7 +207,7 @@ class S3Store:
 
     def _get(self, key: str, span: dict[str, str]) -> tuple[bytes, str]:
         async def get(fs: Any) -> tuple[bytes, str]:
-            found = await fs._call_s3("get_object", **self._place(key), **span)
+            found = _whole(await fs._call_s3("get_object", **self._place(key), **span), "ContentLength", "ETag")
             async with found["Body"] as body:
                 data = await body.read()
             if len(data) != int(found["ContentLength"]):
@@ -315,3 +317,11 @@ class S3Store:
             action=found.action or "check the storage url",
             code=found.code,
         )
+
+
+def _whole(answer: dict[str, Any], *names: str) -> dict[str, Any]:
+    """An answer that lacks what an S3 store always says is somebody else's: no reply of the store."""
+    missing_ = [name for name in names if name not in answer]
+    if missing_:
+        raise ConnectionError(f"an answer without {missing_[0]}")
+    return answer
