@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 import gpu.local
 from gpu.generation import worker
 from gpu.generation.engine import Cached
@@ -38,8 +40,7 @@ PHASES = ("before", "half", "after")
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.faults.warm"])  # its imports take longer than a run
 FINISHED = 0
-SHARD_BYTES = 1 << 16
-"""Of a checkpoint, so that it has several."""
+SHARD_BYTES, INLINE_BYTES = 1 << 16, 1200
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,10 +153,8 @@ def live(url: str, death: Death | None, said: Path, environment: dict[str, str])
     os.environ.update(environment)
     handle = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     sys.stderr = open(said.with_suffix(".err"), "a")  # noqa: SIM115 - it ends with the process
-    worker.INLINE_BYTES = payload.INLINE_BYTES = 1200  # so that there are payload files, too
-    checkpoints.CaptureBuffers = lambda: CaptureBuffers(SHARD_BYTES)  # type: ignore[misc]
     store = Dying(open_store(url), death, handle)
-    _archive(store)
+    furnish(pytest.MonkeyPatch(), store)
     house = house_of(said.parent, store)
     house.steps_seen = Said(handle)
     asyncio.run(house.run(retries=1, timeout=120.0))
@@ -172,8 +171,12 @@ class Said(list[int]):
         os.write(self._handle, f"step {step} .\n".encode())
 
 
-def _archive(store: Any) -> None:
-    """Managers of this process get an archivist, here a thread."""
+def furnish(patch: pytest.MonkeyPatch, store: Any) -> None:
+    """Small runs of this process write objects of every kind: payload files, several objects of a checkpoint, and
+    ledger snapshots, of which a thread is the archivist."""
+    patch.setattr(worker, "INLINE_BYTES", INLINE_BYTES)
+    patch.setattr(payload, "INLINE_BYTES", INLINE_BYTES)
+    patch.setattr(checkpoints, "CaptureBuffers", lambda: CaptureBuffers(SHARD_BYTES))
     claim = gpu.local.claim_manager
 
     def claim_and_archive(place: Store, spec: Any, clock: Any, owner: str, reason: str) -> RolloutManager:
@@ -186,7 +189,7 @@ def _archive(store: Any) -> None:
         manager.archive = archive
         return manager
 
-    gpu.local.claim_manager = claim_and_archive
+    patch.setattr(gpu.local, "claim_manager", claim_and_archive)
 
 
 def play(url: str, death: Death | None, said: Path, environment: dict[str, str], seconds: float = 150.0) -> int:
