@@ -5,14 +5,19 @@ from __future__ import annotations
 import contextlib
 import errno
 import fcntl
+import logging
 import os
+import re
+import socket
 import uuid
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 from storage.errors import CommitUnknown, StorageUnusable, StoreUnavailable
-from storage.filesystem import Bytes, Leftover, check_key, exists, missing, precondition, token_of
+from storage.filesystem import Bytes, Leftover, Store, check_key, exists, missing, precondition, token_of
 
+log = logging.getLogger(__name__)
 _NO_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS, errno.EXDEV})
 """What a file system answers that has no files without a name, or can't link one."""
 
@@ -20,7 +25,8 @@ _NO_UNNAMED = frozenset({errno.EOPNOTSUPP, errno.EISDIR, errno.ENOSYS, errno.EXD
 class LocalStore:
     """Files below a folder. Creation is a file without a name + fsync + hard link + fsync of the folder, so it is
     exclusive, a file is there whole or not at all, and a killed writer leaves nothing behind. Where the file system
-    has no such files (which the first one finds out), they get a temporary name first."""
+    has no such files (which the first one finds out), they get a temporary name first, which nobody takes for an
+    object; see `leftover`."""
 
     def __init__(self, root: str | os.PathLike[str], *, fsync: bool = True, unnamed: bool = True) -> None:
         self._root = Path(root).absolute()
@@ -59,12 +65,12 @@ class LocalStore:
             os.fsync(handle)
 
     def _write_temp(self, folder: str, data: Bytes) -> str:
-        temp = f"{folder}/.tmp-{os.getpid()}-{uuid.uuid4().hex}"
+        temp = f"{folder}/{_mine(os.getpid())}-{uuid.uuid4().hex}"
         handle = os.open(temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
         try:
             self._write(handle, data)
         except BaseException:
-            os.unlink(temp)
+            _discard(temp)
             raise
         finally:
             os.close(handle)
@@ -100,7 +106,7 @@ class LocalStore:
         try:
             os.link(temp, path)
         finally:
-            os.unlink(temp)
+            _discard(temp)  # an error here must not say that a file which is linked was not written
 
     def _link_unnamed(self, folder: str, path: str, data: Bytes) -> None:
         handle = os.open(folder, os.O_WRONLY | os.O_TMPFILE, 0o644)
@@ -155,22 +161,29 @@ class LocalStore:
 
     def sweep(self, prefix: str) -> int:
         """Remove temporary files that killed processes left below `prefix`; returns how many. Only for an owner that
-        knows that no other process is writing there."""
-        folder = self._path(prefix.rstrip("/"))
-        stale = list(folder.rglob(".tmp-*")) if folder.exists() else []
+        knows that no other process is writing there; for others there is `leftover`."""
+        stale = self._temporary(prefix)
         for path in stale:
             path.unlink(missing_ok=True)
         return len(stale)
 
+    def _temporary(self, prefix: str) -> list[Path]:
+        return list(self._path(prefix.rstrip("/")).rglob(f"{TEMP}*"))
+
+    def leftover(self, prefix: str) -> list[str]:
+        """See the function of that name."""
+        with _os_errors(self.url, prefix):
+            found = [path for path in self._temporary(prefix) if _is_left(path.name)]
+        return sorted(path.relative_to(self._root).as_posix() for path in found)
+
     def leftovers(self, prefix: str, before: float) -> list[Leftover]:
-        """Temporary files; see `Littered`."""
-        folder = self._path(prefix.rstrip("/"))
+        """Temporary files; see `Littered`. Those of dead processes of this host are left whatever their age."""
         found: list[Leftover] = []
         with _os_errors(self.url, prefix):
-            for path in folder.rglob(".tmp-*"):
+            for path in self._temporary(prefix):
                 with contextlib.suppress(FileNotFoundError):  # linked and gone meanwhile
                     about = path.stat()
-                    if about.st_mtime < before:
+                    if about.st_mtime < before or _is_left(path.name):
                         name = path.relative_to(self._root).as_posix()
                         found.append(Leftover("temporary_files", name, about.st_size))
         return found
@@ -193,11 +206,64 @@ class LocalStore:
                 current = token_of(path.read_bytes()) if path.exists() else None
                 if current != token:
                     raise precondition(key)
-                os.replace(self._write_temp(folder, data), path)
+                temp = self._write_temp(folder, data)
+                try:
+                    os.replace(temp, path)
+                except BaseException:
+                    _discard(temp)
+                    raise
             finally:
                 os.close(lock)
         self._confirm(folder, key)
         return token_of(data)
+
+
+TEMP = ".tmp-"
+"""Begins the name of a file that is being written: host, process and a word of that process follow, then a number."""
+_TEMP = re.compile(re.escape(TEMP) + r"(?P<host>.+)-(?P<pid>[0-9]+)-(?P<word>[0-9a-f]{8})-[0-9a-f]{32}")
+
+
+def leftover(store: Store, prefix: str) -> list[str]:
+    """Keys below `prefix` of what killed writers were writing; `store.delete` takes them. None on other stores.
+
+    Only what is surely nobody's is listed: files of processes of this host that are gone, or whose number this very
+    process has now. Those of other hosts are for these hosts to judge.
+    """
+    return store.leftover(prefix) if isinstance(store, LocalStore) else []
+
+
+@cache
+def _mine(pid: int) -> str:
+    """How names of temp files begin that this process writes. The word tells it from a dead one with its number, as in
+    a container whose only process always is number 1."""
+    return f"{TEMP}{_host()}-{pid}-{uuid.uuid4().hex[:8]}"
+
+
+def _host() -> str:
+    return re.sub(r"[^A-Za-z0-9.-]", "_", socket.gethostname()) or "_"
+
+
+def _is_left(name: str) -> bool:
+    found = _TEMP.fullmatch(name)
+    if found is None or found["host"] != _host():
+        return False
+    pid = int(found["pid"])
+    if pid == os.getpid():
+        return not name.startswith(f"{_mine(pid)}-")
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return True
+    except PermissionError:
+        return False  # somebody else's, and alive
+    return False
+
+
+def _discard(temp: str) -> None:
+    try:
+        os.unlink(temp)
+    except OSError as error:
+        log.warning("op=write file=%s decision=leave_it reason=%s", temp, error)
 
 
 class _os_errors:  # noqa: N801 - reads as a statement: `with _os_errors(...)`

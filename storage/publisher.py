@@ -18,7 +18,8 @@ import msgspec
 from storage.capture import Capture
 from storage.checkpoint import FORMAT, CutTensor, Manifest, Written, read_manifest
 from storage.each import each
-from storage.filesystem import Store, create_same
+from storage.errors import ArtifactCorrupt, SchemaUnsupported
+from storage.filesystem import Bytes, Store, create_same
 from storage.layout import Layout, Shard
 from storage.runs import RunPaths
 from storage.schema import SCHEMA
@@ -54,7 +55,8 @@ class Publisher(Protocol):
     def publish(self, run: str, incarnation: int, capture: Capture, newest: Newest | None) -> Written:
         """Write what `newest` does not hold already. Blocks; may be repeated after an error.
 
-        Raises the store's errors, `ArtifactCorrupt` when an object of that name holds other content, and `UploadLost`.
+        A damaged `newest` is no reason to stop: then everything is written that is not there whole. Raises the store's
+        errors, `ArtifactCorrupt` when another checkpoint has this one's name, and `UploadLost`.
         """
         ...
 
@@ -75,13 +77,14 @@ class ThreadPublisher:
 
     def publish(self, run: str, incarnation: int, capture: Capture, newest: Newest | None) -> Written:
         """See `Publisher`."""
-        known = read_manifest(self._store, run, *newest).objects if newest else {}
+        known = _objects_of(self._store, run, newest) if newest else {}
         paths, layout = RunPaths(run), capture.layout
         self._advance(Progress(0, layout.num_bytes))
 
         def settle(item: tuple[Shard, Future[str]]) -> tuple[str, int]:
             shard, digest = item[0], item[1].result()
-            written = 0 if digest in known else create_same(self._store, paths.object(digest), _file(capture, shard))
+            data = _file(capture, shard)
+            written = 0 if digest in known else _create(self._store, paths.object(digest), digest, data)
             with self._lock:
                 before = self.progress
                 self._advance(Progress(before.done + shard.size, before.size))
@@ -124,6 +127,29 @@ class ThreadPublisher:
 
     def _forget_but(self, needed: set[str]) -> None:
         self._digests = {made_of: digest for made_of, digest in self._digests.items() if digest in needed}
+
+
+def _objects_of(store: Store, run: str, newest: Newest) -> dict[str, int]:
+    """What need not be written again."""
+    try:
+        return read_manifest(store, run, *newest).objects
+    except (ArtifactCorrupt, SchemaUnsupported) as error:
+        log.error("op=publish_checkpoint newest=%s decision=write_everything reason=%s", newest.manifest, error)
+        return {}
+
+
+def _create(store: Store, key: str, digest: str, data: Bytes) -> int:
+    """Create an object that is named by its content; one that was damaged since is replaced, in one step. Returns the
+    bytes written."""
+    try:
+        return create_same(store, key, data)
+    except ArtifactCorrupt as error:
+        found, token = store.read_versioned(key)
+        if hashlib.sha256(found).hexdigest() == digest:
+            return 0  # the bits flipped on the wire
+        log.error("op=publish_checkpoint object=%s decision=replace reason=%s", key, error)
+        store.swap(key, data, token)
+        return len(data)
 
 
 def _file(capture: Capture, shard: Shard) -> memoryview:

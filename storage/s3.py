@@ -48,6 +48,7 @@ class _Trying:
     tries: int = 0
     unclear: bool = False
     refreshed: bool = False
+    """Whether this call has asked for credentials anew."""
     last: Meaning = field(default_factory=lambda: Meaning(Verdict.LATER, "store_unavailable", "not tried"))
 
 
@@ -103,7 +104,7 @@ class S3Store:
 
     def _head(self, key: str) -> dict[str, Any] | None:
         async def head(fs: Any) -> dict[str, Any]:
-            return await fs._call_s3("head_object", **self._place(key))
+            return _whole(await fs._call_s3("head_object", **self._place(key)), "ContentLength", "ETag")
 
         found = self._until(self._begin(), head, key, Verdict.MISSING)
         return None if isinstance(found, Meaning) else found
@@ -128,7 +129,8 @@ class S3Store:
             more["StartAfter"] = self._location.key(after)
 
         async def page(fs: Any) -> dict[str, Any]:
-            return await fs._call_s3("list_objects_v2", Bucket=self._location.bucket, Prefix=folder, **more)
+            found = await fs._call_s3("list_objects_v2", Bucket=self._location.bucket, Prefix=folder, **more)
+            return _whole(found, "IsTruncated")
 
         return self._repeat(page, folder)
 
@@ -204,7 +206,8 @@ class S3Store:
         proof = {"ChecksumSHA256": checksum, "Metadata": {MARK: mark}}
 
         async def put(fs: Any) -> dict[str, Any]:
-            return await fs._call_s3("put_object", **self._place(key), Body=Body(data), **proof, **condition)
+            found = await fs._call_s3("put_object", **self._place(key), Body=Body(data), **proof, **condition)
+            return _whole(found, "ETag")
 
         trying = self._begin(len(data))
         found = self._until(trying, put, key, Verdict.PRECONDITION, Verdict.MISSING, write=True)
@@ -243,7 +246,7 @@ class S3Store:
 
     def _get(self, key: str, span: dict[str, str]) -> tuple[bytes, str]:
         async def get(fs: Any) -> tuple[bytes, str]:
-            found = await fs._call_s3("get_object", **self._place(key), **span)
+            found = _whole(await fs._call_s3("get_object", **self._place(key), **span), "ContentLength", "ETag")
             async with found["Body"] as body:
                 data = await body.read()
             if len(data) != int(found["ContentLength"]):
@@ -278,6 +281,8 @@ class S3Store:
                 if found.verdict in answers:
                     self.trouble = ""
                     return found
+                if self._renew(trying, found):
+                    continue
                 if found.verdict not in (Verdict.LATER, Verdict.UNKNOWN, Verdict.EXPIRED):
                     raise self._unusable(found) from error
                 self._again(trying, key, write=write)
@@ -304,13 +309,22 @@ class S3Store:
         trying.unclear |= found.verdict is Verdict.UNKNOWN
         return found
 
+    def _renew(self, trying: _Trying, found: Meaning) -> bool:
+        """Ask for credentials anew when the store does not take these any more; whether to try again at once.
+
+        Once at once. Expired ones are asked for again after each pause, since who renews them may come later than the
+        store. Refused ones are not: they have been replaced already, or are wrong.
+        """
+        refused = found.code == "credentials" and not trying.refreshed
+        if found.verdict is not Verdict.EXPIRED and not refused:
+            return False
+        self._connection.drop()
+        first, trying.refreshed = not trying.refreshed, True
+        return first
+
     def _again(self, trying: _Trying, key: str, *, write: bool = False) -> None:
         """Wait before the next try, or raise what is known at the deadline."""
         found = trying.last
-        if found.verdict is Verdict.EXPIRED and not trying.refreshed:
-            trying.refreshed = True
-            self._connection.drop()
-            return
         pause = self._dice.random() * min(self._limits.backoff_s, 0.1 * 2.0**trying.tries)
         if self._clock.monotonic() + pause < trying.deadline:
             self.trouble = f"{key}: try {trying.tries} failed: {found.found}"
@@ -342,3 +356,11 @@ class S3Store:
             action=found.action or "check the storage url",
             code=found.code,
         )
+
+
+def _whole(answer: dict[str, Any], *names: str) -> dict[str, Any]:
+    """An answer that lacks what an S3 store always says is somebody else's: no reply of the store."""
+    missing_ = [name for name in names if name not in answer]
+    if missing_:
+        raise ConnectionError(f"an answer without {missing_[0]}")
+    return answer

@@ -65,7 +65,8 @@ _USER: dict[str, tuple[str, str]] = {
     "EntityTooLarge": ("too_large", "report this as a bug: an object is larger than one PUT may be"),
     "InvalidObjectState": ("archived", "restore the object from its archive class"),
 }  # fmt: skip
-_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired"})
+# "400" is an answer without a body, to a HEAD: what that says elsewhere in a body is an expired token, as a rule.
+_EXPIRED = frozenset({"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "400"})
 _LATER = frozenset({"SlowDown", "Throttling", "ThrottlingException", "RequestLimitExceeded", "TooManyRequests",
                     "BandwidthLimitExceeded", "429", "ConditionalRequestConflict", "OperationAborted", "409",
                     "RequestTimeout", "BadDigest", "XAmzContentSHA256Mismatch", "IncompleteBody",

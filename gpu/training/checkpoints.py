@@ -26,15 +26,17 @@ class Checkpoints:
         """Held by whoever reads or changes the buffers."""
         self._capture: Capture | None = None
         self._written: tuple[int, Written] | None = None
+        self._whole = False
 
     @property
     def progress(self) -> Progress:
         """Of the publication under way or the last one."""
         return self._publisher.progress
 
-    def restart(self, trainer: Trainer) -> None:
+    def restart(self, trainer: Trainer, *, whole: bool = False) -> None:
         """The trainer was restored: forget the capture, and touch the memory of the next one before a hold waits for
-        it."""
+        it. `whole`: a newer checkpoint was found damaged, so the next publication refers to nothing unread."""
+        self._whole |= whole
         self._capture = None  # a publication under way goes on with its own
         if self._flight.acquire(blocking=False):
             try:
@@ -77,6 +79,7 @@ class Checkpoints:
                     code="capture",
                 )
             if self._written is None or self._written[0] != incarnation:
-                base = Newest(newest.manifest, newest.digest) if newest else None
+                base = Newest(newest.manifest, newest.digest) if newest and not self._whole else None
                 self._written = incarnation, self._publisher.publish(self._run, incarnation, capture, base)
+                self._whole = False
             return self._written[1]

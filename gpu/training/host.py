@@ -108,7 +108,7 @@ class TrainerHost:
         if base.manifest is not None:
             trainer.load(base.step, base.buffers, base.manifest.meta, base.manifest.state_digest)
         self._trainer, self._plan = trainer, plan
-        self._checkpoints.restart(trainer)
+        self._checkpoints.restart(trainer, whole=bool(base.rejected))
         return RestoredBase(base.step, tuple(base.rejected))
 
     async def redo(self, caller: Caller, step: int) -> Trained:

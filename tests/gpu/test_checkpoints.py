@@ -131,6 +131,26 @@ def test_a_call_that_is_repeated_gets_the_same_answer_and_writes_nothing(
     assert (later.name, later.written < 10_000) == ("000000001-000002.json", True), "a later incarnation has its own"
 
 
+@pytest.mark.parametrize("damage", ["missing", "altered"])
+def test_after_a_damaged_checkpoint_the_next_one_refers_to_nothing_unread(
+    damage: str, store: GatedStore, checkpoints: Checkpoints
+) -> None:
+    """Redone steps end in the state of the damaged checkpoint, so the next one wants the very same objects."""
+    one = trainer()
+    digest = trained(one, 1)
+    checkpoints.capture(one, 1)
+    written = checkpoints.publish(1, 1, None)
+    newest = CheckpointPublished(1, 1, written.name, written.digest, written.size, written.written)
+    key = store.list("runs/r/objects")[0]
+    store.delete([key])
+    if damage == "altered":
+        store.create(key, b"altered")
+    checkpoints.restart(one, whole=True)
+    checkpoints.capture(one, 1)
+    assert stored(store, checkpoints.publish(1, 2, newest)) == digest
+    assert checkpoints.publish(1, 3, newest).written < 10_000, "then again only what is new"
+
+
 def test_a_step_that_the_trainer_has_left_is_not_captured(checkpoints: Checkpoints) -> None:
     one = trainer()
     trained(one, 1)

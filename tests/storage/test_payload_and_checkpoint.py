@@ -136,13 +136,16 @@ def test_writing_a_checkpoint_again_is_harmless() -> None:
     assert (again.digest, again.written) == (first.digest, 0)
 
 
-def test_an_object_with_other_content_under_its_name_is_never_referenced() -> None:
+def test_an_object_with_other_content_under_its_name_is_never_referenced_but_replaced(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     store = MemoryStore()
     publish(store, capture(1, buffers()))
     key = store.list("runs/r/objects")[0]
-    store._objects[key] = b"altered"
-    with pytest.raises(ArtifactCorrupt, match="other content"):
-        publish(store, capture(1, buffers()))
+    whole, store._objects[key] = store._objects[key], b"altered"
+    assert publish(store, capture(1, buffers())).written == len(whole)
+    assert store._objects[key] == whole
+    assert f"object={key} decision=replace" in caplog.text
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest", "other_run", "schema"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import signal
@@ -139,6 +140,40 @@ def test_a_shard_whose_object_was_lost_from_the_newest_manifest_is_written_altho
     check(store, publisher.publish(RUN, 1, capture(2, made), None), made)
 
 
+@pytest.mark.parametrize("damage", ["missing", "cut", "flip", "schema"])
+def test_a_damaged_newest_manifest_is_no_base_and_stops_no_publication(
+    damage: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    store, made = MemoryStore(), state()
+    publisher = ThreadPublisher(store)
+    first = newest(publisher.publish(RUN, 1, capture(1, made), None))
+    key = RunPaths(RUN).manifest(first.manifest)
+    whole = store._objects.pop(key)
+    if damage != "missing":
+        store._objects[key] = {
+            "cut": whole[:-1],
+            "flip": bytes([whole[0] ^ 1]) + whole[1:],
+            "schema": whole.replace(b'"schema":1', b'"schema":2'),
+        }[damage]
+    if damage == "schema":
+        first = Newest(first.manifest, hashlib.sha256(store._objects[key]).hexdigest())
+    gone = store.list(RunPaths(RUN).objects)[0]
+    store.delete([gone])
+    second = publisher.publish(RUN, 1, capture(2, made), first)
+    check(store, second, made)
+    assert store.size(gone) is not None, "nothing is taken for stored that was not looked at"
+    assert f"newest={first.manifest} decision=write_everything" in caplog.text
+
+
+def test_a_store_that_does_not_answer_says_nothing_about_the_newest_manifest() -> None:
+    class Silent(MemoryStore):
+        def read(self, key: str, start: int = 0, end: int | None = None) -> bytes:
+            raise StoreUnavailable("no answer", expected="an answer", action="retry")
+
+    with pytest.raises(StoreUnavailable):
+        ThreadPublisher(Silent()).publish(RUN, 1, capture(1, state()), Newest("000000001-000001.json", "0" * 64))
+
+
 def test_a_shard_whose_tensors_are_known_to_be_unchanged_is_not_even_read() -> None:
     store, made = MemoryStore(), state()
     publisher, buffers = ThreadPublisher(store), CaptureBuffers(SHARD)
@@ -225,15 +260,11 @@ def test_a_second_publication_waits_for_the_first(folder: Path, process: Publish
 
 
 class TestErrorsCrossTheProcessAsThemselves:
-    def test_an_altered_object(self, folder: Path, process: PublisherProcess) -> None:
-        captured = capture(1, state())
-        process.publish(RUN, 1, captured, None)
-        store = LocalStore(folder)
-        key = store.list(RunPaths(RUN).objects)[0]
-        (folder / key).write_bytes(b"altered")
+    def test_another_checkpoint_of_that_name(self, process: PublisherProcess) -> None:
+        process.publish(RUN, 1, capture(1, state()), None)
         with pytest.raises(ArtifactCorrupt, match="other content") as caught:
-            process.publish(RUN, 2, captured, None)
-        assert (caught.value.code, key in caught.value.found) == ("digest", True)
+            process.publish(RUN, 1, capture(1, state(5)), None)
+        assert (caught.value.code, "000000001-000001.json" in caught.value.found) == ("digest", True)
         assert process.pid is not None
         assert alive(process.pid), "an error of ours does not end it"
 
@@ -246,10 +277,6 @@ class TestErrorsCrossTheProcessAsThemselves:
             assert caught.value.exit_code == 2
         finally:
             process.close()
-
-    def test_a_manifest_that_is_gone(self, process: PublisherProcess) -> None:
-        with pytest.raises(ArtifactCorrupt, match="missing"):
-            process.publish(RUN, 1, capture(1, state()), Newest("000000001-000001.json", "0" * 64))
 
 
 def test_on_s3_the_process_takes_the_keys_from_the_environment(seaweed: S3Server) -> None:

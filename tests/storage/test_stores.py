@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+import signal
+import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
 from storage.errors import (
     CommitUnknown,
+    ObjectExists,
     StorageUnusable,
     StoreUnavailable,
 )
 from storage.filesystem import Bytes, Store
-from storage.local import LocalStore
+from storage.local import LocalStore, leftover
 from storage.memory import MemoryStore
 from storage.opening import open_store, probe
 from tests.storage.contract import StoreContract
@@ -37,6 +43,52 @@ class TestLocal(StoreContract):
         assert store.list("a") == ["a/1"]
         assert store.sweep("a") == 1
         assert [path.name for path in (tmp_path / "store" / "a").iterdir()] == ["1"]
+
+    def test_what_killed_writers_left_is_told_from_what_is_being_written(
+        self, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        script = (
+            "import os, signal, sys, storage.local as local\n"
+            "local.os.link = lambda one, other: os.kill(os.getpid(), signal.SIGKILL)\n"
+            "local.LocalStore(sys.argv[1]).create('a/dead', b'half')"
+        )
+        killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "store")], check=False)
+        assert killed.returncode == -signal.SIGKILL
+        (dead,) = (tmp_path / "store" / "a").iterdir()
+        names = {
+            "of another process": dead.name.replace(socket.gethostname(), "elsewhere"),
+            "of process 1": re.sub(r"-\d+-", "-1-", dead.name, count=1),
+            "of a dead one with our number": re.sub(r"-\d+-", f"-{os.getpid()}-", dead.name, count=1),
+            "of somebody else's": ".tmp-notes",
+        }
+        for name in names.values():
+            (dead.parent / name).touch()
+        with monkeypatch.context() as patch:
+            inside: list[list[str]] = []
+            patch.setattr(store, "_sync_folder", lambda folder: None)
+            patch.setattr(os, "fsync", lambda handle: inside.append(leftover(store, "a")))
+            store.create("a/mine", b"x")
+        left = sorted(f"a/{name}" for name in (dead.name, names["of a dead one with our number"]))
+        assert inside == [left], "not what this process is writing"
+        assert leftover(store, "nothing") == []
+        assert store.delete(left) == []
+        assert leftover(store, "a") == []
+        assert store.list("a") == ["a/mine"]
+
+    def test_a_temporary_name_that_cannot_be_removed_changes_no_outcome(
+        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        def broken(path: Path) -> None:
+            raise OSError(errno.EIO, "I/O error")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "unlink", broken)
+            store.create("a/1", b"x")
+            with pytest.raises(ObjectExists):
+                store.create("a/1", b"y")
+        assert store.read("a/1") == b"x"
+        assert caplog.text.count("decision=leave_it") == 2
+        assert store.list("a") == ["a/1"]
 
     def test_a_full_disk_leaves_nothing_and_can_be_retried(
         self, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
