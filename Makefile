@@ -7,6 +7,7 @@ DEMO_SEED ?= 0
 KILLS ?= 20
 SIMULATIONS ?= 20000
 CLAIMS ?= 200
+BOUNDARIES ?= 60
 FAULTS ?= 60
 VENV := .venv
 BIN := $(VENV)/bin
@@ -22,6 +23,7 @@ help:
 	@echo "make demo STORAGE=s3    on an S3 server (SeaweedFS) that starts and ends with it; goes with both models"
 	@echo "make test               the tests (under 10 minutes)"
 	@echo "make faults             the long fault runs: KILLS=$(KILLS) of each process, CLAIMS=$(CLAIMS) races of two claimants,"
+	@echo "                        BOUNDARIES=$(BOUNDARIES) deaths at a write of a run in each store,"
 	@echo "                        SIMULATIONS=$(SIMULATIONS) interleavings, FAULTS=$(FAULTS) real faults on Ray, files and S3"
 	@echo "make bench              benchmarks"
 	@echo "make lint, make format  static checks; put the code in order"
@@ -53,8 +55,9 @@ test: $(VENV)/.installed
 	test $$others -eq 0 && test $$status -eq 0
 
 faults: $(VENV)/.installed
-	TIDEGATE_KILLS=$(KILLS) TIDEGATE_CLAIMS=$(CLAIMS) \
-	  $(BIN)/python -m pytest --timeout=0 --durations=10 tests/faults tests/composition tests/flows/test_fencing.py
+	TIDEGATE_KILLS=$(KILLS) TIDEGATE_CLAIMS=$(CLAIMS) TIDEGATE_BOUNDARIES=$(BOUNDARIES) \
+	  $(BIN)/python -m pytest --timeout=0 --durations=10 tests/faults tests/composition tests/flows/test_fencing.py \
+	  tests/simulation/test_every_segment.py
 	$(BIN)/python -m tests.simulation --seeds 0:$(SIMULATIONS) --world tiny
 	$(BIN)/python -m tests.faults.campaign --faults $(FAULTS)
 

@@ -60,7 +60,7 @@ def kind_of(key: str) -> str:
 
 
 class Dying:
-    """A store that ends its process. `said` gets a line for each write that returned."""
+    """A store that ends its process. `said` gets a line for each create that returned, and each delete that began."""
 
     def __init__(self, inner: Store, death: Death | None, said: int) -> None:
         self._inner, self._death, self._said = inner, death, said
@@ -81,11 +81,10 @@ class Dying:
 
     def delete(self, keys: Iterable[str]) -> list[str]:
         listed = list(keys)
-        with self._writing(*listed):
-            found = self._inner.delete(listed)
         for key in listed:
-            self._say("delete", key, "")
-        return found
+            self._say("delete", key, "")  # before: who dies in it may have deleted
+        with self._writing(*listed):
+            return self._inner.delete(listed)
 
     @contextlib.contextmanager
     def _writing(self, *keys: str) -> Iterator[None]:

@@ -6,6 +6,7 @@ ends where it would have ended, and `verify` says what is wrong. Nothing is writ
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -22,6 +23,7 @@ from tests.faults.test_flipped_bytes import KINDS, judge, kind_of, named, restor
 from tests.simulation.store import SimStore
 from tests.simulation.world import RUN
 
+SEEDS = range(1, 4 if os.environ.get("TIDEGATE_BOUNDARIES", "0") != "0" else 2)
 DAMAGES: dict[str, Callable[[bytes, bytes], bytes | None]] = {
     "gone": lambda held, other: None,
     "empty": lambda held, other: b"",
@@ -35,7 +37,7 @@ DAMAGES: dict[str, Callable[[bytes, bytes], bytes | None]] = {
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_an_object_of_any_kind_that_is_damaged_is_noticed_before_anything_live_changes(damage: str) -> None:
     seen: Counter[str] = Counter()
-    for seed in range(2):
+    for seed in SEEDS:
         _damage_each(seed, damage, seen)
     assert {kind for kind in KINDS if seen[kind]} == KINDS - ({"run.json"} if damage == "another one's" else set())
     assert min(seen[how] for how in ("refused", "went round", "older checkpoint")) > 0, seen
