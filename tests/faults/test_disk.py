@@ -43,6 +43,8 @@ class Disk:
     def open(self, path: Path, flags: int, mode: int = 0o777) -> int:
         if flags & os.O_CREAT:
             self._raise_if("open", str(path))
+        elif flags & os.O_TMPFILE == os.O_TMPFILE:
+            self._raise_if("open", f"{path}/")
         return os.open(path, flags, mode)
 
     def write(self, handle: int, data: memoryview) -> int:
@@ -58,9 +60,9 @@ class Disk:
         self._raise_if("fsync of the folder" if folder else "fsync", f"{path}/" if folder else path)
         os.fsync(handle)
 
-    def link(self, one: Path, other: Path) -> None:
-        self._raise_if("link", str(one))
-        os.link(one, other)
+    def link(self, one: Path, other: Path, **how: Any) -> None:
+        self._raise_if("link", str(other))
+        os.link(one, other, **how)
 
 
 CALLS = {"write": errno.ENOSPC, "open": errno.EDQUOT, "link": errno.ENOSPC, "fsync": errno.EIO,
@@ -107,8 +109,12 @@ async def test_a_write_that_the_disk_refuses_for_a_while_is_repeated_and_nobody_
 async def test_a_disk_that_is_full_at_the_start_ends_the_attempt_and_the_next_one_starts(
     kind: str, tmp_path: Path, impatient: pytest.MonkeyPatch
 ) -> None:
-    place = f"/{RUN}/.tmp-" if kind == "run.json" else f"/{RUN}/journal/.tmp-"
-    disk = Disk(errno.ENOSPC, "write", lambda path: place in path and not len(disk.hits) and probed(tmp_path))
+    folder = f"/runs/{RUN}" if kind == "run.json" else f"/runs/{RUN}/journal"
+
+    def fails(path: str) -> bool:
+        return path.removeprefix(str(tmp_path)).rpartition("/")[0] == folder and not disk.hits and probed(tmp_path)
+
+    disk = Disk(errno.ENOSPC, "write", fails)
     with impatient.context() as patch:
         patch.setattr(local, "os", disk)
         with pytest.raises(StoreUnavailable, match="No space left"):

@@ -58,7 +58,7 @@ def forked_house(store: Store, name: str = B) -> House:
 
 
 def configuration(folder: Path, **changes: Any) -> RunConfig:
-    return small(storage={"url": str(folder)}, **changes).model_copy(update={"run": A})
+    return small(storage={"url": str(folder), "snapshot_every": 1000}, **changes).model_copy(update={"run": A})
 
 
 def run_whole(folder: Path, config: RunConfig) -> Path:

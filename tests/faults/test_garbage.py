@@ -38,7 +38,10 @@ OBJECT = PATHS.object("0" * 64)
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The store of a finished run with a checkpoint of each step, of which one is retired and pinned."""
     folder = tmp_path_factory.mktemp("finished")
-    house = House(folder, small(checkpoint={"every": 1, "max_unsaved": 50}, retention={"last": 2}))
+    house = House(
+        folder,
+        small(checkpoint={"every": 1, "max_unsaved": 50}, retention={"last": 2}, storage={"snapshot_every": 1000}),
+    )
 
     async def read(one: House) -> None:
         await until(lambda: bool(one.cluster.kinds("manager")) and bool(one.manager().control.ledger.checkpoints), 60.0)

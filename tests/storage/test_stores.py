@@ -45,12 +45,13 @@ class TestLocal(StoreContract):
         assert [path.name for path in (tmp_path / "store" / "a").iterdir()] == ["1"]
 
     def test_what_killed_writers_left_is_told_from_what_is_being_written(
-        self, store: LocalStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
+        store = LocalStore(tmp_path / "store", unnamed=False)
         script = (
             "import os, signal, sys, storage.local as local\n"
             "local.os.link = lambda one, other: os.kill(os.getpid(), signal.SIGKILL)\n"
-            "local.LocalStore(sys.argv[1]).create('a/dead', b'half')"
+            "local.LocalStore(sys.argv[1], unnamed=False).create('a/dead', b'half')"
         )
         killed = subprocess.run([sys.executable, "-c", script, str(tmp_path / "store")], check=False)
         assert killed.returncode == -signal.SIGKILL
@@ -76,8 +77,10 @@ class TestLocal(StoreContract):
         assert store.list("a") == ["a/mine"]
 
     def test_a_temporary_name_that_cannot_be_removed_changes_no_outcome(
-        self, store: LocalStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
+        store = LocalStore(tmp_path / "store", unnamed=False)
+
         def broken(path: Path) -> None:
             raise OSError(errno.EIO, "I/O error")
 
