@@ -68,7 +68,7 @@ async def publish_and_end(until: Deadline, phases: Phases, at: str) -> DeadlineR
     the attempt."""
     one, began = opened(), until.now()
     if one is None:
-        return _reached(until, at, "the run was not opened yet, and nothing was changed", "not_opened")
+        return _reached(until, at, "the run was not opened yet, and nothing was trained", "not_opened")
     until.publishing = True
     log.info("op=deadline reason=%s decision=publish step=%d at=%s left=%.1f", until.reason, one.step, at, until.left())
     why = await _publish(one, phases)
@@ -136,9 +136,10 @@ def _redoes(one: Session, base: int) -> str:
     committed = one.committed
     if base >= committed:
         return "a resume redoes nothing"
+    steps = f"steps {base + 1} to {committed}" if base + 1 < committed else f"step {committed}"
     if one.spec.steps.redo == "requeue":
-        return f"a resume takes back steps {base + 1} to {committed}, and their groups start again"
-    return f"a resume redoes steps {base + 1} to {committed} from the journal and generates nothing again"
+        return f"a resume takes back {steps}, whose groups start again"
+    return f"a resume redoes {steps} from the journal and generates nothing again"
 
 
 def _reached(until: Deadline, at: str, what: str, code: str) -> DeadlineReached:

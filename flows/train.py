@@ -203,7 +203,8 @@ async def from_claim_to_end(
     connect(spec.ray_address, spec.namespace)
     check_resources(spec)
     deadline().check("before the run was claimed")
-    opened = await claim_run(spec, RayCluster(spec), owner, take_over, attempt.number)
+    claiming = claim_run(spec, RayCluster(spec), owner, take_over, attempt.number)
+    opened = await deadline().unless(claiming, "while the run was claimed")
     if opened.finished:
         get_run_logger().info("op=train run=%s decision=nothing_to_do reason=finished: %s", run, opened.finished)
         await RayCluster(spec).close()

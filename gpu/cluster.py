@@ -13,6 +13,7 @@ from collections.abc import Callable, Coroutine
 from typing import Any
 
 import ray
+from ray._private import utils
 
 from gpu.actors import (
     ArchivistActor,
@@ -44,13 +45,15 @@ log = logging.getLogger(__name__)
 def connect(address: str, namespace: str) -> None:
     """Connect this process to a Ray cluster. Raises `ResourceUnavailable`.
 
-    Ray replaces the SIGTERM handler, which would turn Prefect's cancellation into a crash: it is put back.
+    Ray replaces the SIGTERM handler by an exit, while it is still starting, and then by one of its core that prints a
+    stack and ends the process. It is kept from the first; after the second the handler is put back.
     """
     if ray.is_initialized():
         return
     main = threading.current_thread() is threading.main_thread()
     handler = signal.getsignal(signal.SIGTERM) if main else None
     found = os.environ.get("RAY_ADDRESS") if address == "auto" else address
+    theirs, utils.set_sigterm_handler = utils.set_sigterm_handler, _keep_sigterm_handler
     try:
         if found is None:
             ray.init(
@@ -70,8 +73,13 @@ def connect(address: str, namespace: str) -> None:
             action="start it (`ray start --head`), or set cluster.address",
         ) from error
     finally:
+        utils.set_sigterm_handler = theirs
         if main and handler is not None:
             signal.signal(signal.SIGTERM, handler)
+
+
+def _keep_sigterm_handler(handler: object) -> None:
+    """In place of Ray's own, in this process only."""
 
 
 def _check_reachable(address: str) -> None:

@@ -27,9 +27,9 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 LOOK_S = 0.5
 """Between two looks at the clock and at the notice file."""
-LEAVE_S = 8.0
-"""At the very end, to tell Prefect how the attempt ended and to leave, at most a quarter of what there is. A process
-that also ends a Ray cluster and a Prefect server of its own needs 4 s for that when nothing else runs."""
+LEAVE_S = 10.0
+"""At the very end, to tell Prefect how the attempt ended and to leave, at most a third of what there is. A process
+that also ends a Ray cluster and a Prefect server of its own needs 4 to 6 s for that when nothing else runs."""
 KEPT = 5
 SPREAD = 1.5
 """A publication takes at most so many times the longest of the last ones, for planning."""
@@ -82,7 +82,7 @@ class Deadline:
     def _bring_forward(self, reason: str, seconds: float) -> None:
         ends = self.now() + seconds
         if self.ends is None or ends < self.ends:
-            self.ends, self.leave, self.reason = ends, ends - min(LEAVE_S, seconds / 4), reason
+            self.ends, self.leave, self.reason = ends, ends - min(LEAVE_S, seconds / 3), reason
 
     def trained(self, seconds: float) -> None:
         """A step took so long from its lease to its commit."""

@@ -133,7 +133,8 @@ class RolloutControl:
 
     def serve(self, number: int | None) -> None:
         """Every serving engine has confirmed version `number`; None: no engine serves."""
-        if number is not None and (self.ledger.policy is None or number > self.ledger.policy.number):
+        policy, step = self.ledger.policy, self.ledger.step  # a policy beyond the step was reverted
+        if number is not None and (policy is None or number > min(policy.number, step)):
             raise LedgerInvalid(
                 f"engines serve version {number}",
                 expected="a published version",
@@ -141,8 +142,8 @@ class RolloutControl:
                 code="version_unknown",
             )
         self.scheduler.version = number
-        if self.ledger.policy is not None and number == self.ledger.policy.number:
-            self.evaluations.serve(self.ledger.policy)
+        if policy is not None and number == policy.number:
+            self.evaluations.serve(policy)
 
     # ------------------------------------------------------------------ trainer
 

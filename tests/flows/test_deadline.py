@@ -78,10 +78,10 @@ def test_a_notice_only_ever_brings_the_end_forward() -> None:
         one.check("at once")
 
 
-def test_a_short_notice_keeps_three_quarters_of_itself_for_the_publication() -> None:
+def test_a_short_notice_keeps_two_thirds_of_itself_for_the_publication() -> None:
     one, _ = made(limit=None)
-    one.notice("spot", 4.0)
-    assert one.left() == 3.0
+    one.notice("spot", 6.0)
+    assert one.left() == 4.0
 
 
 async def test_work_that_may_be_given_up_is_when_it_is_time_to_stop() -> None:

@@ -131,13 +131,13 @@ def ends_as_told(run: Run, process: subprocess.Popen[str], seconds: float) -> st
     else:
         assert f"the state after step {committed} was NOT published" in found
         assert newest < committed
-        assert f"a resume redoes steps {newest + 1} to {committed}" in found
+        assert f"a resume redoes step{'s' * (newest + 1 < committed)} {newest + 1}" in found
     return found
 
 
 def began(process: subprocess.Popen[str]) -> bool:
     """Whether the attempt had begun when the signal came: before, the process just ends."""
-    return process.wait(33.0) not in (-signal.SIGTERM, 128 + signal.SIGTERM)
+    return process.wait(60.0) not in (-signal.SIGTERM, 128 + signal.SIGTERM)
 
 
 @pytest.mark.parametrize("seed", [1])
