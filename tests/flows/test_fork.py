@@ -25,14 +25,14 @@ from tests.storage.published_runs import Publisher, floats
 def folder(tmp_path: Path) -> Path:
     """A finished run with checkpoints of steps 1 and 3, whose description is one of a configuration."""
     store, held = LocalStore(tmp_path, fsync=False), finished_run()
-    for key in held.list("runs"):
-        if key != RunPaths(RUN).info:
-            store.create(key, held.read(key))
     rollout = {"siblings": 2, "batch": 2, "staleness": 1, "executing": 8, "completed": 10, "retained": 10, "backoff": 2}
     config = RunConfig.model_validate({"run": RUN, "rollout": rollout, "storage": {"url": str(tmp_path)}})
     spec = config.spec(RUN)
     create_run(store, make_run(run=RUN, created=0.0, num_siblings=2, staleness=1, fingerprints=dict(spec.fingerprints),
                                settings=dict(spec.settings)))  # fmt: skip
+    for key in held.list("runs"):
+        if key != RunPaths(RUN).info:
+            store.create(key, held.read(key))
     return tmp_path
 
 

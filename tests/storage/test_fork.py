@@ -237,6 +237,8 @@ def test_verify_finds_a_fork_whose_description_says_nothing_of_it() -> None:
     store = finished_run()
     fork(store)
     info = open_run(store, NEW)
+    other = MemoryStore()
+    create_run(other, msgspec.structs.replace(info, origin=None))
     store.delete([RunPaths(NEW).info])
-    create_run(store, msgspec.structs.replace(info, origin=None))
+    store.create(RunPaths(NEW).info, other.read(RunPaths(NEW).info))
     assert "run.json says that the run is a fork of None" in verify(store, NEW).problems[0]

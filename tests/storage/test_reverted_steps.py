@@ -153,7 +153,9 @@ def test_once_a_checkpoint_has_left_the_initial_weights_are_no_base() -> None:
         position = next(
             seq for seq, r in enumerate(records) if isinstance(r, schema.StepCommitted) and r.step == number - 1
         )
-        records += [schema.CheckpointPublished(number - 1, position, "m", "d", 1, 1), *step(number, f"w{number - 1}")]
+        published = schema.CheckpointPublished(number - 1, position, f"m{number - 1}", "d", 1, 1)
+        records += [published, *step(number, f"w{number - 1}")]
+    records.append(schema.Retired(("m1",), (), ()))
     ledger: Ledger = fold([*records, CLAIM_AGAIN])
     assert [found.step for found in ledger.checkpoints] == [2, 3, 4]
     with pytest.raises(TidegateError, match=r"one of \[2, 3, 4\]"):

@@ -105,6 +105,17 @@ def test_a_journal_without_its_description_is_never_taken_over(tmp_path: Path) -
 
 LIVE = "tests/storage/test_validation_live.py::"
 ELSEWHERE: dict[tuple[str, str], str] = {
+    ("CheckpointRefused", "checkpoint_refused"):
+        "tests/storage/test_retention.py::"
+        "test_no_checkpoint_is_recorded_that_rests_on_what_a_stopped_manager_may_be_deleting",
+    ("FingerprintMismatch", "fingerprint_dtype"):
+        "tests/flows/test_fork.py::test_a_fork_that_cannot_be_is_the_users_mistake",
+    ("ForkRefused", "damaged"):
+        "tests/storage/test_fork_damage.py::"
+        "test_a_damaged_journal_refuses_and_forks_from_the_last_good_position_on_request",
+    ("ForkRefused", "fork_unfinished"): "tests/flows/test_fork.py::test_an_unfinished_fork_cannot_be_resumed",
+    ("ForkRefused", "left_over"):
+        "tests/storage/test_fork.py::test_an_object_that_is_there_is_proven_and_not_written_again",
     ("ActorLost", "actor_lost"): "tests/gpu/test_server.py::test_the_death_of_an_engine_ends_every_request_of_a_client",
     ("ArtifactCorrupt", "weights"):
         "tests/gpu/engines.py::test_a_bad_update_is_refused_whole_and_the_old_version_answers",
@@ -207,5 +218,5 @@ def test_an_example_elsewhere_is_there(place: str) -> None:
 
 def test_every_class_is_raised_somewhere() -> None:
     bases = {"TidegateError", "UserError", "StoreError"}
-    assert set(CLASSES) - {kind for kind, _ in raised()} - bases == {"FingerprintMismatch"}, "whose codes are computed"
+    assert set(CLASSES) - {kind for kind, _ in raised()} - bases == {"DeadlineReached"}, "whose codes are computed"
     assert errors.FingerprintMismatch.exit_code == 2

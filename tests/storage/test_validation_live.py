@@ -77,7 +77,7 @@ async def test_a_redone_step_that_differs_stops_a_strict_run(monkeypatch: pytest
     manager = SimpleNamespace(plan=lambda caller: answers(plan), redone=lambda *given: answers(False))
     one = SimpleNamespace(
         manager=manager, trainer=trainer, caller=SimpleNamespace(incarnation=1), saved_step=0,
-        spec=SimpleNamespace(steps=SimpleNamespace(strict_redo=True)),
+        spec=SimpleNamespace(steps=SimpleNamespace(strict_redo=True, redo="replay")),
     )  # fmt: skip
     monkeypatch.setattr(running, "session", lambda: one)
     with pytest.raises(RestoreRefused) as caught:

@@ -61,6 +61,8 @@ class Driver(World):
         if rng.random() < 0.2:
             other = (done[0], done[1] + 1, "s", "w")
             self.refuse("commit of another step", LeaseRefused, lambda: leasing.commit(*other, {}))
+            self.refuse("end with an open lease", LeaseRefused, lambda: self.control.finish("enough"))
+            self.checkpoint(rng)  # refused
         leasing.commit(*done, {"loss": 1.0})
         self.follow()
         self.commits.append(done)
