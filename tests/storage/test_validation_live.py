@@ -26,6 +26,7 @@ from storage.publisher import ThreadPublisher
 from storage.s3 import S3Store
 from tasks import run as running
 from tasks.publish import check_saved
+from tasks.session import begin
 from tests.rollout.building import Bench
 
 
@@ -79,6 +80,7 @@ async def test_a_redone_step_that_differs_stops_a_strict_run(monkeypatch: pytest
         manager=manager, trainer=trainer, caller=SimpleNamespace(incarnation=1), saved_step=0,
         spec=SimpleNamespace(steps=SimpleNamespace(strict_redo=True, redo="replay")),
     )  # fmt: skip
+    begin()
     monkeypatch.setattr(running, "session", lambda: one)
     with pytest.raises(RestoreRefused) as caught:
         await running.restore_trainer.fn()
