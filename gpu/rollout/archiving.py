@@ -29,6 +29,7 @@ class Archiving:
     def __init__(self, manager: RolloutManager, every: int) -> None:
         self._manager, self._every = manager, every
         self._failures = 0
+        self._recorded = -1
         self.problem = ""
 
     @property
@@ -43,7 +44,8 @@ class Archiving:
         manager = self._manager
         while not manager.control.ledger.finished and manager.callers.fatal is None:
             event = manager.changed.current()
-            if self.lag < self._every:
+            # An archivist must know the snapshot before: the archive that came with it may have replaced others.
+            if self.lag < self._every or manager.control.books.journal.durable_seq < self._recorded:
                 await wait_event(event, None)
                 continue
             slot = manager.control.books.journal.slot
@@ -54,7 +56,7 @@ class Archiving:
                 continue
             self._failures, self.problem = 0, ""
             if not manager.control.ledger.finished:
-                manager.control.books.record(written)
+                self._recorded = manager.control.books.record(written)
                 manager.appended()
 
     async def _failed(self, slot: int, error: Exception) -> None:

@@ -110,10 +110,10 @@ class Dying:
             me = threading.get_ident()
             link = os.link
 
-            def die(one: Path, other: Path) -> None:
+            def die(one: Path, other: Path, **how: Any) -> None:
                 if threading.get_ident() == me:
                     self._die(keys)
-                link(one, other)
+                link(one, other, **how)
 
             local.os.link = die  # type: ignore[assignment]
 

@@ -13,8 +13,9 @@ from collections.abc import Callable
 import pytest
 
 from storage.errors import ArtifactCorrupt, SlotsRetired
-from storage.journal import fold, kept_snapshots, read_journal
-from storage.low import raise_low
+from storage.history import read_all
+from storage.journal import fold, kept_snapshots
+from storage.low import raise_low, read_low
 from storage.memory import MemoryStore
 from storage.runs import RunPaths
 from storage.snapshot import ledger_rows
@@ -79,7 +80,7 @@ def test_a_run_without_its_last_segment_is_the_run_before_it_and_no_hole() -> No
     """What an end looks like: nobody can tell it from a segment that never was. Nothing else is given up with it."""
     world = running(0)
     store: SimStore = world.store
-    segments = list(read_journal(store, RUN))
+    segments = list(read_all(store, RUN))
     store.alter(RunPaths(RUN).segment(len(segments) - 1), None)
     ledger, tail = fold(store, RUN, world.limits.num_siblings)
     assert tail.slot == len(segments) - 1
@@ -102,8 +103,9 @@ def test_a_mark_of_retired_slots_that_is_too_high_is_refused_and_not_believed_to
     world = running(0)
     store: MemoryStore = world.store
     before, _ = fold(store, RUN, world.limits.num_siblings)
+    low = read_low(store, RUN)
     raise_low(store, RUN, 10**6)
     with pytest.raises((SlotsRetired, ArtifactCorrupt)):
         fold(store, RUN, world.limits.num_siblings)
-    store.alter(RunPaths(RUN).low, None)  # type: ignore[attr-defined]
+    store.alter(RunPaths(RUN).low, str(low).encode())  # type: ignore[attr-defined]
     assert ledger_rows(fold(store, RUN, world.limits.num_siblings)[0]) == ledger_rows(before)

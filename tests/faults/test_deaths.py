@@ -24,7 +24,8 @@ from storage.archivist import Archivist
 from storage.clock import SystemClock, VirtualClock
 from storage.errors import ActorLost, UploadLost
 from storage.filesystem import Bytes, Store
-from storage.journal import JournalWriter, claim, fold, fold_segment, read_journal, store_frozen
+from storage.history import read_all
+from storage.journal import JournalWriter, claim, fold, fold_segment, store_frozen
 from storage.ledger import Ledger
 from storage.local import LocalStore
 from storage.memory import MemoryStore
@@ -298,7 +299,7 @@ def _archived(at: int, phase: str) -> int:
     assert died == (at >= 0), (at, phase)
     ledger, tail = fold(store, RUN, 1)
     whole = Ledger(1)
-    for segment in read_journal(store, RUN):
+    for segment in read_all(store, RUN):
         fold_segment(whole, segment)
     assert ledger_rows(ledger) == ledger_rows(whole)
     assert tail.slot == journal.slot

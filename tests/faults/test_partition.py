@@ -65,7 +65,7 @@ def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store,
 
 def house_on(folder: Path, store: Store, others: Store) -> House:
     """The manager and its workers use `store`, the trainer uses `others`."""
-    house = House(folder, small(), store=store)
+    house = House(folder, small(storage={"snapshot_every": 1000}), store=store)
     house.cluster = LocalCluster(
         house.spec, store, SystemClock(), engine=house.engine,
         trainer=lambda spec, _: TrainerHost(others, spec.run, lambda: build_trainer(spec)),
@@ -89,7 +89,7 @@ async def test_a_manager_that_cannot_reach_the_store_is_succeeded_elsewhere_and_
     await until(lambda: bool(manager.committer.waits_for))
     assert not driving.done(), "it waits, and says why"
     before = await asyncio.to_thread(journal, direct)
-    successor = House(tmp_path, small(), store=direct)
+    successor = House(tmp_path, small(storage={"snapshot_every": 1000}), store=direct)
     await successor.run()
     assert successor.check().incarnations == 2
     after = await asyncio.to_thread(journal, direct)

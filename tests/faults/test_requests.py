@@ -178,7 +178,7 @@ def uploads(store: S3Store) -> list[Any]:
     """Multipart uploads that somebody has begun in the bucket."""
     bucket = parse_s3(store.url).bucket
     found = store._connection.run(lambda fs: fs._call_s3("list_multipart_uploads", Bucket=bucket), 30.0)
-    return found.get("Uploads", [])
+    return [one for one in found.get("Uploads", []) if "part/" in one["Key"]]
 
 
 @pytest.mark.slow
@@ -221,7 +221,9 @@ class Keys:
         proxy.refuse = self._refuse
 
     def write(self, key: str) -> None:
-        self.path.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
+        half = self.path.with_suffix(".new")
+        half.write_text(f"[default]\naws_access_key_id = {key}\naws_secret_access_key = secret\n")
+        half.replace(self.path)  # whoever reads meanwhile finds one or the other
 
     def _refuse(self, key: str) -> str:
         """From the `after`-th PUT on; the file is renewed after `late` refusals."""

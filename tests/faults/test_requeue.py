@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from storage import schema
+from storage.history import read_all
 from storage.inspection import steps as committed_steps
-from storage.journal import read_journal
 from storage.ledger import Ledger
 from storage.runs import RunPaths
 from storage.verify import Report
@@ -38,7 +38,7 @@ async def trained(house: House, count: int) -> None:
 
 
 def records(house: House) -> list[schema.Record]:
-    return [row.record for segment in read_journal(house.store, RUN) for row in segment.rows]
+    return [row.record for segment in read_all(house.store, RUN) for row in segment.rows]
 
 
 def check_lineage(house: House) -> Report:

@@ -67,6 +67,7 @@ class World:
         self.idle: list[Callable[[], bool]] = []
         self.archivist = Archivist(self.store, RUN, self.limits.num_siblings)
         self.snapshot_every = self.rng.choice(shape.snapshot_every)
+        self.archived = -1
         dice = random.Random(f"retention {seed}")
         self.retention = Retention(
             dice.choice([2, 3]), dice.choice([0, 0, 2, 3]), dice.choice(["keep", "needed"]), 60.0
@@ -110,14 +111,14 @@ class World:
         """A due ledger snapshot, now or after a while in which the archivist slept; its record may never come."""
         slot, newest = self.manager.writer.slot, self.control.ledger.snapshot
         due = slot - (newest.slot if newest else 0) >= self.snapshot_every
-        if not due or self.control.ledger.finished:
+        if not due or self.control.ledger.finished or self.archived > self.manager.writer.durable_seq:
             return False
         if self.rng.random() < 0.1:
             self.archivist = Archivist(self.store, RUN, self.limits.num_siblings)
         written = self.archivist.snapshot(slot)
         self.tally["snapshots_written"] += 1
         if self.rng.random() < 0.9:
-            self.control.books.record(written)
+            self.archived = self.control.books.record(written)
         return True
 
     def retain(self) -> bool:
@@ -151,6 +152,7 @@ class World:
         self._succeed(self.manager)
 
     def _succeed(self, alive: Incarnation | None) -> None:
+        self.archived = -1
         on_the_way = self.workers.lose_all()
         self.drivers.manager_lost(trainer_too=True)
         self.claiming = True

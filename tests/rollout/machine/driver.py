@@ -23,6 +23,9 @@ class Driver(World):
 
     # ------------------------------------------------------------------ the trainer
 
+    archived = -1
+    """The newest record of a ledger snapshot."""
+
     def lease(self, rng: random.Random) -> bool:
         open_ = self.oracle.lease
         found = self.control.try_lease()
@@ -267,10 +270,12 @@ class Driver(World):
     def archive(self, rng: random.Random) -> None:
         """The ledger is written down as it was before the next slot; the record may get lost."""
         slot, newest = self.bench.writer.slot, self.control.ledger.snapshot
-        if not self.oracle.finished and (newest is None or newest.slot < slot):
+        writer = self.bench.writer
+        under_way = writer.durable_seq < self.archived <= writer.last_seq
+        if not self.oracle.finished and not under_way and (newest is None or newest.slot < slot):
             written = Archivist(self.bench.store, RUN, self.limits.num_siblings).snapshot(slot)
             if rng.random() < 0.9:
-                self.control.books.record(written)
+                self.archived = self.control.books.record(written)
 
     def finish(self, rng: random.Random) -> None:
         if self.oracle.lease is not None:
