@@ -87,6 +87,9 @@ class Published:
             elif isinstance(row.record, schema.Retired):
                 gone = row.record.manifests
                 self._records = {step: one for step, one in self._records.items() if one.manifest not in gone}
+            elif isinstance(row.record, schema.StepsReverted):
+                last = row.record.to_step
+                self._records = {step: one for step, one in self._records.items() if step <= last}
             elif isinstance(row.record, schema.ConfigChanged):
                 self._changes.append((row.seq, row.record.changes))
 

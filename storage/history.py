@@ -12,6 +12,7 @@ neighbours are merged, so their number grows with the bytes and not with the age
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
@@ -48,6 +49,8 @@ _SCHEMA = pa.schema(
 )
 _OPTIONS = pa.ipc.IpcWriteOptions(compression="zstd")
 _encode = msgspec.json.Encoder().encode
+
+log = logging.getLogger(__name__)
 
 
 # ---------------------------------------------------------------------- one archive
@@ -143,19 +146,19 @@ def _corrupt(found: str, expected: str, code: str) -> ArtifactCorrupt:
 # ---------------------------------------------------------------------- merging
 
 
-def _level(size: int) -> int:
-    return max(0, math.ceil(math.log(max(1, size) / SMALL, FANOUT)))
+def _level(size: float) -> float:
+    return max(0, math.ceil(math.log(max(1, size) / SMALL, FANOUT))) if size < math.inf else size
 
 
-def to_merge(sizes: Iterable[int]) -> int:
+def to_merge(sizes: Iterable[float]) -> int:
     """How many of the newest archives become one; 0 when none. `sizes` in bytes, the newest first."""
-    counts = [0] * (_level(LARGE) + 1)
-    reach = 0
+    counts = [0] * (int(_level(LARGE)) + 1)
+    reach = 0.0
     for size in sizes:
         reach = max(reach, _level(size))
         if reach >= len(counts):
             break
-        for level in range(reach, len(counts)):
+        for level in range(int(reach), len(counts)):
             counts[level] += 1
     return next((count for count in counts if count >= FANOUT), 0)
 
@@ -165,28 +168,40 @@ class Historian:
 
     def __init__(self, store: Store, run: str) -> None:
         self._store, self._run = store, run
-        self._sizes: dict[str, int] = {}
+        self._sizes: dict[str, float] = {}
 
     def extend(self, history: Sequence[str], segments: Sequence[Segment]) -> str:
         """Archive the segments that follow those in `history`, together with small archives before them where it is
-        time; returns the archive's name. Deletes nothing; may be repeated. Raises what reading an archive raises."""
+        time; returns the archive's name. A damaged one is left as it is. Deletes nothing; may be repeated."""
         older, table = list(history), table_of(segments)
         first = segments[0].header.slot
         data = encode_archive(table)
         while count := to_merge([len(data), *map(self._size, reversed(older[-FANOUT * FANOUT :]))]):
-            merged, older = older[1 - count :], older[: 1 - count]
-            first = Archive.of(merged[0]).first
-            table = pa.concat_tables([*(read_table(self._store, self._run, one) for one in merged), table])
+            tables = [self._table(one) for one in older[1 - count :]]
+            if (whole := [one for one in tables if one is not None]) != tables:
+                continue  # that one is no candidate any more
+            first = Archive.of(older[1 - count]).first
+            older, table = older[: 1 - count], pa.concat_tables([*whole, table])
             data = encode_archive(table)
         name = Archive(first, segments[-1].header.slot + 1, hashlib.sha256(data).hexdigest()).name
         create_same(self._store, RunPaths(self._run).archive(name), data)
         self._sizes = {one: size for one, size in self._sizes.items() if one in older} | {name: len(data)}
         return name
 
-    def _size(self, name: str) -> int:
+    def _size(self, name: str) -> float:
+        """In bytes; infinite for one that cannot be read."""
         if name not in self._sizes:
-            self._sizes[name] = self._store.size(RunPaths(self._run).archive(name)) or 0
+            size = self._store.size(RunPaths(self._run).archive(name))
+            self._sizes[name] = math.inf if size is None else size
         return self._sizes[name]
+
+    def _table(self, name: str) -> pa.Table | None:
+        try:
+            return read_table(self._store, self._run, name)
+        except ArtifactCorrupt as error:
+            log.error("op=archive name=%s decision=merge_without_it reason=%s", name, error)
+            self._sizes[name] = math.inf
+            return None
 
 
 # ---------------------------------------------------------------------- the whole journal

@@ -68,7 +68,7 @@ def steps(store: Store, run: str) -> list[dict[str, Any]]:
             found.append({**row.record.metrics, "step": row.record.step, "time": row.time, "groups": batch,
                           "state_digest": row.record.state_digest})  # fmt: skip
         elif isinstance(row.record, schema.StepsReverted):
-            del found[row.record.to_step :]
+            found = [entry for entry in found if entry["step"] <= row.record.to_step]
     return found
 
 

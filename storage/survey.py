@@ -90,6 +90,8 @@ class Survey:
             groups = self._leases.pop(record.lease, ())
             if row.seq > self._position:
                 self.trained[record.step] = groups
+        elif isinstance(record, schema.StepsReverted):
+            self.trained = {step: groups for step, groups in self.trained.items() if step <= record.to_step}
 
     def look_behind(self, store: Store, run: str, error: TidegateError) -> None:
         """The journal ends at `self.slot`, with `error`: what segments from there on still say. A checkpoint that one

@@ -149,7 +149,7 @@ class Auditor:
         """What was trained and evaluated after `to_step` is no part of the surviving lineage."""
         for step in range(record.to_step + 1, record.from_step + 1):
             groups = self._steps.pop(step, ())
-            self.trained.subtract(groups)
+            self.trained -= Counter(groups)
             self.groups_reverted += len(groups)
         self.steps_reverted += record.from_step - record.to_step
         for key in [key for key in self.evaluated if key[1] > record.to_step]:
@@ -385,7 +385,7 @@ def verify(store: Store, run: str, say: Callable[[str], None] = lambda line: Non
         report.problems.append(str(error))
     if sound:
         _try(report, auditor.audit_unsettled)
-        _try(report, lambda: auditor.audit_unread(lambda: _retired_since(store, run, tail)))
+        _try(report, lambda: auditor.audit_unread(lambda: _retired_since(store, run, auditor.ledger, tail)))
         _try(report, lambda: auditor.audit_history(low))
         _check_checkpoints(store, run, auditor.ledger, tail, report, say)
     _check_origin(info, auditor, report, sound)
@@ -413,7 +413,7 @@ def _check_checkpoints(
         try:
             _check_checkpoint(store, run, ledger, record)
         except ArtifactCorrupt as error:
-            if record.manifest not in _retired_since(store, run, tail):
+            if record.manifest not in _retired_since(store, run, ledger, tail):
                 report.problems.append(str(error))
         except (StoreUnavailable, StorageUnusable):
             raise
@@ -421,13 +421,16 @@ def _check_checkpoints(
             report.problems.append(str(error))
 
 
-def _retired_since(store: Store, run: str, tail: Tail) -> set[str]:
-    """Checkpoints and blocks that a run which goes on has retired after `tail`: they may be gone."""
+def _retired_since(store: Store, run: str, ledger: Ledger, tail: Tail) -> set[str]:
+    """Checkpoints and blocks that a run which goes on has retired after `tail`, where `ledger` ends: they may be
+    gone."""
     found: set[str] = set()
     try:
         for row in rows_of(read_all(store, run, tail)):
             if isinstance(row.record, schema.Retired):
                 found.update(row.record.manifests, row.record.blocks)
+            elif isinstance(row.record, schema.StepsReverted):
+                found.update(one.manifest for one in ledger.checkpoints if one.step > row.record.to_step)
     except (ArtifactCorrupt, SlotsRetired) as error:
         log.warning("op=verify phase=retired_since decision=take_what_was_read reason=%s", error)
     return found

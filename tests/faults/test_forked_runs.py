@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -33,10 +34,12 @@ from storage.journal import rows_of
 from storage.local import LocalStore
 from storage.opening import open_store
 from storage.runs import RunPaths, open_run
+from storage.segment import Row
 from storage.verify import Report, verify
 from tests.faults.house import House, small, until
 from tests.faults.test_evaluation import SUITES, evaluated
 from tests.servers import ROOT
+from tests.storage.editing import rewrite
 
 A, B = "a", "b"
 LENGTH, EVERY = 16, 3
@@ -192,6 +195,31 @@ async def test_a_fork_may_have_groups_of_another_size_and_another_bound(finished
     report = check_forked(store, consumed_at(store, A, 6))
     assert (report.staleness_bound, report.staleness_max) == (0, 0)
     assert open_run(store, B).num_siblings == 4
+
+
+async def test_a_fork_that_takes_steps_back_is_sound_before_it_trains_their_groups_again(finished: Path) -> None:
+    """Then at the end too: the trainer dies, and the fork goes back to the checkpoint it was copied from."""
+    store = LocalStore(finished)
+    changes = ("checkpoint.every=50", "checkpoint.max_unsaved=50", "checkpoint.redo=requeue")
+    fork(finished, f"{A}@{EVERY}", B, *[part for change in changes for part in ("--set", change)])
+    house = forked_house(store)
+
+    async def kill(house: House) -> None:
+        await until(lambda: house.steps_seen[-1:] == [EVERY + 2])
+        assert house.kill("trainer", random.Random(0))
+
+    await house.run(kill)
+    assert check_forked(store, consumed_at(store, A, EVERY)).steps_reverted >= 2
+
+    def cut(rows: list[Row], incarnations: list[int]) -> None:
+        at = next(at for at, row in enumerate(rows) if isinstance(row.record, schema.StepsReverted))
+        del rows[at + 1 :], incarnations[at + 1 :]
+
+    rewrite(store, B, cut)
+    report = verify(store, B)
+    assert report.problems == []
+    assert report.groups_reverted >= 4
+    assert report.consumed == report.inherited_consumed
 
 
 async def test_a_fork_that_is_killed_is_restored_from_its_copied_checkpoint(finished: Path) -> None:

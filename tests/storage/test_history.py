@@ -237,6 +237,26 @@ def test_every_damaged_archive_is_named_by_verify_and_stops_no_restore(damage: C
         claim(journal.store, RUN, 1, owner="o", writer="next", reason="resume", clock=VirtualClock())
 
 
+@pytest.mark.parametrize("damage", [flipped, lambda data: None], ids=["bit", "gone"])
+def test_a_damaged_archive_among_those_to_merge_holds_up_no_snapshot(
+    damage: Callable[[bytes], bytes | None], caplog: pytest.LogCaptureFixture
+) -> None:
+    journal = Journal(MemoryStore(), every=3)
+    journal.go_on(3 * (FANOUT - 3))
+    damaged = history_of(journal.store, RUN)[2]
+    alter(journal.store, PATHS.archive(damaged), damage)
+    journal.go_on(3 * 4 * FANOUT)
+    newest = journal.ledger.snapshot
+    assert newest is not None
+    assert journal.writer.slot - newest.slot <= 4, "snapshots go on"
+    assert read_low(journal.store, RUN) > 3 * 3 * FANOUT, "and slots are retired"
+    assert "decision=merge_without_it" in caplog.text
+    assert damaged in history_of(journal.store, RUN), "nobody takes its place without what it holds"
+    assert len(history_of(journal.store, RUN)) <= 3 * FANOUT, "later ones are merged"
+    assert PATHS.archive(damaged) in "\n".join(verify(journal.store, RUN).problems)
+    claim(journal.store, RUN, 1, owner="o", writer="next", reason="resume", clock=VirtualClock())
+
+
 def test_a_claim_that_is_gone_from_its_retired_slot_is_named_by_verify() -> None:
     journal = retired()
     assert read_low(journal.store, RUN) > 0
