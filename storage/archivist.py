@@ -10,13 +10,23 @@ from __future__ import annotations
 from collections.abc import Iterable
 from itertools import islice
 
-from storage.archives import end_of
+from storage.archives import Archive, end_of
 from storage.errors import ArtifactCorrupt, SlotsRetired
 from storage.filesystem import Store
 from storage.history import Historian
-from storage.journal import Tail, after, fold_segment, has_claim, read_journal, recorded_snapshots, restore_point
+from storage.journal import (
+    Tail,
+    after,
+    check_follows,
+    fold_segment,
+    has_claim,
+    read_journal,
+    read_segment,
+    recorded_snapshots,
+    restore_point,
+)
 from storage.ledger import Ledger
-from storage.low import retire_slots
+from storage.low import read_low, retire_slots
 from storage.runs import RunPaths
 from storage.schema import LedgerSnapshot
 from storage.segment import Segment
@@ -42,18 +52,44 @@ class Archivist:
             ledger, tail, segments = self._follow(*at, slot)
         except SlotsRetired:
             ledger, tail, segments = self._follow(*self._begin(slot), slot)
-        archived = end_of(ledger.history)
-        segments = [segment for segment in segments if segment.header.slot >= archived]
-        archive = self._historian.extend(ledger.history, segments)
-        recorded = list(islice(recorded_snapshots(self._store, self._run, slot), KEPT + 2))
-        low = max(
-            [0, *[record.low for record in recorded[:1]], *[record.slot for record in recorded[KEPT - 2 : KEPT - 1]]]
-        )
+        recorded = list(islice(recorded_snapshots(self._store, self._run, slot), KEPT + 1))
+        history, segments, low = self._to_archive(ledger.history, segments, recorded, slot)
+        archive = self._historian.extend(history, segments)
         written = write_snapshot(self._store, self._run, ledger, tail.slot, tail.digest, archive, low)
         self._at = ledger, tail, segments
         if recorded:
             self._delete_old(recorded, ledger.replaced)
         return written
+
+    def _to_archive(
+        self, history: list[str], segments: list[Segment], recorded: list[LedgerSnapshot], slot: int
+    ) -> tuple[list[str], list[Segment], int]:
+        """The archives that stay, the segments that follow them, and the slot below which all may go: those that the
+        `KEPT` newest snapshots do not need, and whose archives were read back. An archive that is damaged while its
+        segments are still there is written again."""
+        before = recorded[0].low if recorded else 0
+        low = max(before, recorded[KEPT - 2].slot) if len(recorded) >= KEPT - 1 else before
+        damaged = self._historian.first_damaged(history, before, low)
+        archived = end_of(history)
+        if damaged is None:
+            return history, [segment for segment in segments if segment.header.slot >= archived], low
+        first = Archive.of(damaged).first
+        if first < read_low(self._store, self._run):
+            return history, [segment for segment in segments if segment.header.slot >= archived], before
+        history = [name for name in history if Archive.of(name).first < first]
+        return history, self._read_again(first, slot), before
+
+    def _read_again(self, first: int, slot: int) -> list[Segment]:
+        """Segments of slots [first, slot), which are in the journal. Raises what reading it raises."""
+        found: list[Segment] = []
+        for place in range(first, slot):
+            segment = read_segment(self._store, self._run, place)
+            if segment is None:
+                raise self._ends(place, slot)
+            if found:
+                check_follows(segment, after(found[-1]), RunPaths(self._run).segment(place))
+            found.append(segment)
+        return found
 
     def _begin(self, slot: int) -> tuple[Ledger, Tail, list[Segment]]:
         return *restore_point(self._store, self._run, self._num_siblings, slot), []
@@ -81,8 +117,11 @@ class Archivist:
             segments.append(segment)
             if tail.slot == slot:
                 return ledger, tail, segments
-        raise ArtifactCorrupt(
-            f"the journal of run {self._run!r} ends at slot {tail.slot}",
+        raise self._ends(tail.slot, slot)
+
+    def _ends(self, at: int, slot: int) -> ArtifactCorrupt:
+        return ArtifactCorrupt(
+            f"the journal of run {self._run!r} ends at slot {at}",
             expected=f"slot {slot - 1}, which is durable",
             action="restore the journal from a copy",
             code="missing",

@@ -169,6 +169,7 @@ class Historian:
     def __init__(self, store: Store, run: str) -> None:
         self._store, self._run = store, run
         self._sizes: dict[str, float] = {}
+        self._proven: set[str] = set()
 
     def extend(self, history: Sequence[str], segments: Sequence[Segment]) -> str:
         """Archive the segments that follow those in `history`, together with small archives before them where it is
@@ -186,6 +187,7 @@ class Historian:
         name = Archive(first, segments[-1].header.slot + 1, hashlib.sha256(data).hexdigest()).name
         create_same(self._store, RunPaths(self._run).archive(name), data)
         self._sizes = {one: size for one, size in self._sizes.items() if one in older} | {name: len(data)}
+        self._proven &= set(older)
         return name
 
     def _size(self, name: str) -> float:
@@ -195,13 +197,20 @@ class Historian:
             self._sizes[name] = math.inf if size is None else size
         return self._sizes[name]
 
+    def first_damaged(self, history: Sequence[str], low: int, end: int) -> str | None:
+        """The first archive of slots in [low, end) that cannot be read back, each looked at once."""
+        needed = [name for name in history if low < Archive.of(name).end and Archive.of(name).first < end]
+        return next((name for name in needed if name not in self._proven and self._table(name) is None), None)
+
     def _table(self, name: str) -> pa.Table | None:
         try:
-            return read_table(self._store, self._run, name)
+            table = read_table(self._store, self._run, name)
         except ArtifactCorrupt as error:
-            log.error("op=archive name=%s decision=merge_without_it reason=%s", name, error)
+            log.error("op=archive name=%s decision=go_on_without_it reason=%s", name, error)
             self._sizes[name] = math.inf
             return None
+        self._proven.add(name)
+        return table
 
 
 # ---------------------------------------------------------------------- the whole journal

@@ -238,6 +238,30 @@ def test_every_damaged_archive_is_named_by_verify_and_stops_no_restore(damage: C
 
 
 @pytest.mark.parametrize("damage", [flipped, lambda data: None], ids=["bit", "gone"])
+@pytest.mark.parametrize("fresh", [False, True], ids=["warm", "fresh"])
+def test_no_slot_goes_whose_archive_cannot_be_read_back(damage: Callable[[bytes], bytes | None], fresh: bool) -> None:
+    """It is written again from the segments, which are still there."""
+    for at in (-1, -2):
+        journal = Remembering(MemoryStore())
+        for _ in range(5):
+            journal.go_on(4)
+            journal.archive()
+        journal.go_on(1)
+        damaged = history_of(journal.store, RUN)[at]
+        assert Archive.of(damaged).first >= read_low(journal.store, RUN), "its segments are still there"
+        alter(journal.store, PATHS.archive(damaged), damage)
+        if fresh:
+            journal.archivist = Archivist(journal.store, RUN, 1)
+        for _ in range(6):
+            journal.archive()
+            journal.go_on(4)
+        assert damaged not in history_of(journal.store, RUN)
+        assert read_low(journal.store, RUN) > Archive.of(damaged).end
+        assert segments_of(journal) == journal.wrote
+        assert verify(journal.store, RUN).problems == []
+
+
+@pytest.mark.parametrize("damage", [flipped, lambda data: None], ids=["bit", "gone"])
 def test_a_damaged_archive_among_those_to_merge_holds_up_no_snapshot(
     damage: Callable[[bytes], bytes | None], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -250,7 +274,7 @@ def test_a_damaged_archive_among_those_to_merge_holds_up_no_snapshot(
     assert newest is not None
     assert journal.writer.slot - newest.slot <= 4, "snapshots go on"
     assert read_low(journal.store, RUN) > 3 * 3 * FANOUT, "and slots are retired"
-    assert "decision=merge_without_it" in caplog.text
+    assert "decision=go_on_without_it" in caplog.text
     assert damaged in history_of(journal.store, RUN), "nobody takes its place without what it holds"
     assert len(history_of(journal.store, RUN)) <= 3 * FANOUT, "later ones are merged"
     assert PATHS.archive(damaged) in "\n".join(verify(journal.store, RUN).problems)
