@@ -7,11 +7,13 @@ writer has recorded it. What a recorded snapshot retires is deleted with the nex
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Iterable
 from itertools import islice
 
 from storage.archives import Archive, end_of
-from storage.errors import ArtifactCorrupt, SlotsRetired
+from storage.errors import ArtifactCorrupt, SlotsRetired, StorageUnusable, StoreError
 from storage.filesystem import Store
 from storage.history import Historian
 from storage.journal import (
@@ -32,6 +34,8 @@ from storage.schema import LedgerSnapshot
 from storage.segment import Segment
 from storage.snapshot import KEPT, write_snapshot
 
+log = logging.getLogger(__name__)
+
 
 class Archivist:
     """One run's. Its memory is that of one ledger and of the segments since the last snapshot."""
@@ -40,6 +44,8 @@ class Archivist:
         self._store, self._run, self._num_siblings = store, run, num_siblings
         self._historian = Historian(store, run)
         self._undeleted: list[str] = []
+        self._behind = sys.maxsize
+        """The lowest slot that may still have to be deleted; not known at first."""
         self._at: tuple[Ledger, Tail, list[Segment]] | None = None
 
     def snapshot(self, slot: int) -> LedgerSnapshot:
@@ -58,7 +64,10 @@ class Archivist:
         written = write_snapshot(self._store, self._run, ledger, tail.slot, tail.digest, archive, low)
         self._at = ledger, tail, segments
         if recorded:
-            self._delete_old(recorded, ledger.replaced)
+            try:
+                self._delete_old(recorded, ledger.replaced)
+            except (StoreError, StorageUnusable) as error:  # a snapshot counts, whatever else is still there
+                log.error("op=archive slot=%d decision=delete_later reason=%s", slot, error)
         return written
 
     def _to_archive(
@@ -99,12 +108,13 @@ class Archivist:
         ones replace, slots it retires. Slots come last: through them the others are found after a crash. What could not
         be deleted is tried again."""
         paths, newest = RunPaths(self._run), recorded[0]
-        keys = [paths.archive(name) for name in replaced]
-        keys += [paths.snapshot(record.slot, record.digest) for record in recorded[KEPT:]]
-        self._undeleted = self._store.delete([*self._undeleted, *keys])
-        start = recorded[1].low if len(recorded) > 1 else 0
-        chosen = [slot for slot in range(start, newest.low) if not has_claim(self._store, self._run, slot)]
+        self._behind = min(self._behind, recorded[1].low) if len(recorded) > 1 else 0
+        self._undeleted += [paths.archive(name) for name in replaced]
+        self._undeleted += [paths.snapshot(record.slot, record.digest) for record in recorded[KEPT:]]
+        self._undeleted = self._store.delete(self._undeleted)
+        chosen = [slot for slot in range(self._behind, newest.low) if not has_claim(self._store, self._run, slot)]
         self._undeleted += retire_slots(self._store, self._run, chosen, newest.low)
+        self._behind = newest.low
 
     def _follow(
         self, ledger: Ledger, tail: Tail, segments: list[Segment], slot: int

@@ -11,7 +11,7 @@ from storage import history, schema
 from storage.archives import Archive, amended, whole
 from storage.archivist import Archivist
 from storage.clock import VirtualClock
-from storage.errors import ArtifactCorrupt, LedgerInvalid, StoreUnavailable
+from storage.errors import ArtifactCorrupt, LedgerInvalid, StorageUnusable, StoreUnavailable
 from storage.filesystem import Bytes
 from storage.history import FANOUT, LARGE, history_of, read_all, read_archive, to_merge
 from storage.journal import claim, fold, read_segment
@@ -119,8 +119,12 @@ def test_who_reads_from_the_first_segment_on_while_slots_are_retired_and_archive
     assert len(seen) >= 250
 
 
+class Killed(BaseException):
+    """No code goes on after that."""
+
+
 class Dying(MemoryStore):
-    """Fails at the n-th operation from now on, before or after it took effect, and at all later ones."""
+    """Its user dies at the n-th operation from now on, before or after that took effect."""
 
     left: int | None = None
     after = False
@@ -132,7 +136,7 @@ class Dying(MemoryStore):
         if self.left < 0:
             if self.left == -1 and self.after:
                 act()
-            raise StoreUnavailable("gone", expected="a store", action="wait")
+            raise Killed
 
     def create(self, key: str, data: Bytes) -> None:
         self._count(lambda: super(Dying, self).create(key, data))
@@ -174,7 +178,7 @@ def test_an_archivist_that_dies_at_any_operation_leaves_a_journal_that_the_next_
             record = journal.archivist.snapshot(journal.writer.slot)
             assert Archive.of(record.archive).first == 0, "merged"
             break
-        except StoreUnavailable:
+        except Killed:
             deaths += 1
         store.left = None
         assert segments_of(journal) == journal.wrote
@@ -215,6 +219,34 @@ def test_what_could_not_be_deleted_is_tried_again(monkeypatch: pytest.MonkeyPatc
     journal.go_on(1)
     assert all(read_segment(journal.store, RUN, slot) is None for slot in range(1, low))
     assert len(journal.store.list(PATHS.ledger)) <= 5
+    assert verify(journal.store, RUN).sound
+
+
+@pytest.mark.parametrize(
+    "error", [StorageUnusable("s3:DeleteObject", expected="it", action="allow it"),
+              StoreUnavailable("503", expected="an answer", action="wait")], ids=["forbidden", "unavailable"],
+)  # fmt: skip
+def test_a_store_that_deletes_nothing_for_a_while_gets_snapshots_all_the_same(
+    error: Exception, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    journal = Remembering(MemoryStore(), every=3)
+    journal.go_on(30)
+
+    def delete(self: MemoryStore, keys: Iterable[str]) -> list[str]:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, "delete", delete)
+        journal.go_on(30)
+    newest = journal.ledger.snapshot
+    assert newest is not None
+    assert journal.writer.slot - newest.slot <= 4
+    journal.go_on(30)
+    low = read_low(journal.store, RUN)
+    assert low > 50
+    assert all(read_segment(journal.store, RUN, slot) is None for slot in range(1, low))
+    assert len(journal.store.list(PATHS.ledger)) <= 5
+    assert segments_of(journal) == journal.wrote
     assert verify(journal.store, RUN).sound
 
 
