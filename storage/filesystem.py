@@ -102,6 +102,29 @@ def read_proven(store: Store, key: str, prove: Callable[[bytes], T]) -> T:
         return prove(store.read(key))
 
 
+def read_named(store: Store, key: str, digest: str, what: str) -> bytes:
+    """The bytes of an object, `what` the journal names with their sha256, proven. Raises `ArtifactCorrupt`."""
+
+    def prove(data: bytes) -> bytes:
+        if (actual := token_of(data)) != digest:
+            raise _altered(f"{key} has sha256 {actual[:16]}…", f"sha256 {digest[:16]}…", "digest")
+        return data
+
+    try:
+        return read_proven(store, key, prove)
+    except ObjectMissing as error:
+        raise _altered(f"{key} is missing", f"{what} that the journal names", "missing") from error
+
+
+def _altered(found: str, expected: str, code: str) -> ArtifactCorrupt:
+    return ArtifactCorrupt(
+        found,
+        expected=expected,
+        action="restore the object from a copy, or `tidegate fork RUN NEW --last-good`",
+        code=code,
+    )
+
+
 def create_same(store: Store, key: str, data: Bytes) -> int:
     """Create an object; one that exists must hold the same bytes. Returns the bytes written. Raises
     `ArtifactCorrupt`."""

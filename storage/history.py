@@ -21,8 +21,8 @@ import msgspec
 import pyarrow as pa
 
 from storage.archives import Archive, amended
-from storage.errors import ArtifactCorrupt, ObjectMissing, SlotsRetired
-from storage.filesystem import Store, create_same, read_proven
+from storage.errors import ArtifactCorrupt, SlotsRetired
+from storage.filesystem import Store, create_same, read_named
 from storage.journal import Tail, after, check_follows, find_end, read_journal, read_segment, recorded_snapshots
 from storage.low import read_low
 from storage.runs import RunPaths, open_run
@@ -82,18 +82,7 @@ def encode_archive(table: pa.Table) -> bytes:
 
 def read_table(store: Store, run: str, name: str) -> pa.Table:
     """The rows of an archive, its digest proven. Raises `ArtifactCorrupt`."""
-    key, archive = RunPaths(run).archive(name), Archive.of(name)
-
-    def prove(data: bytes) -> bytes:
-        actual = hashlib.sha256(data).hexdigest()
-        if actual != archive.digest:
-            raise _corrupt(f"{key} has sha256 {actual[:16]}…", f"sha256 {archive.digest[:16]}…", "digest")
-        return data
-
-    try:
-        data = read_proven(store, key, prove)
-    except ObjectMissing as error:
-        raise _corrupt(f"{key} is missing", "the archive that the journal names", "missing") from error
+    data = read_named(store, RunPaths(run).archive(name), Archive.of(name).digest, "the archive")
     return pa.ipc.open_file(pa.py_buffer(data)).read_all()
 
 

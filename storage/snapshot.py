@@ -19,8 +19,8 @@ import msgspec
 import pyarrow as pa
 
 from storage import schema
-from storage.errors import ArtifactCorrupt, LedgerInvalid, ObjectMissing
-from storage.filesystem import Store, create_same, read_proven
+from storage.errors import ArtifactCorrupt, LedgerInvalid
+from storage.filesystem import Store, create_same, read_named
 from storage.intervals import IntervalSet
 from storage.ledger import (
     COMPLETED,
@@ -169,16 +169,7 @@ def read_rows(store: Store, run: str, record: schema.LedgerSnapshot) -> list[Sna
     """The rows of a snapshot, proven. Raises `ArtifactCorrupt`, `SchemaUnsupported`."""
     key = RunPaths(run).snapshot(record.slot, record.digest)
 
-    def prove(data: bytes) -> bytes:
-        actual = hashlib.sha256(data).hexdigest()
-        if actual != record.digest:
-            raise _corrupt(f"{key} has sha256 {actual[:16]}…", f"sha256 {record.digest[:16]}…", "digest")
-        return data
-
-    try:
-        data = read_proven(store, key, prove)
-    except ObjectMissing as error:
-        raise _corrupt(f"{key} is missing", "the snapshot that the journal names", "missing") from error
+    data = read_named(store, key, record.digest, "the snapshot")
     file = pa.ipc.open_file(pa.py_buffer(data))
     steps = _check_header(file.schema, key, run, record.slot)
     columns: list[list[Any]] = [file.get_batch(0).column(name).to_pylist() for name in _SCHEMA.names]

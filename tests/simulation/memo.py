@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from storage import journal, reader, verify
+from storage import auditor, journal, reader
 from storage import payload as payloads
 from storage.payload import Encoded, TurnRow
 from storage.schema import KIND_OF
@@ -98,11 +98,11 @@ def remembering() -> Generator[None]:
         yield
         return
     reading, writing = journal.decode_segment, journal.encode_segment
-    block, block_of_verify = reader.decode_block, verify.decode_block
+    block, block_of_audit = reader.decode_block, auditor.decode_block
     journal.decode_segment, journal.encode_segment = _decoding(reading), _encoding(writing)
-    reader.decode_block, verify.decode_block = _blocks(block), _blocks(block_of_verify)
+    reader.decode_block, auditor.decode_block = _blocks(block), _blocks(block_of_audit)
     try:
         yield
     finally:
         journal.decode_segment, journal.encode_segment = reading, writing
-        reader.decode_block, verify.decode_block = block, block_of_verify
+        reader.decode_block, auditor.decode_block = block, block_of_audit

@@ -15,7 +15,7 @@ from storage.low import read_low
 from storage.memory import MemoryStore
 from storage.reader import PayloadReader
 from storage.runs import RunPaths, open_run
-from storage.schema import StepCommitted
+from storage.schema import StepCommitted, StepsReverted
 from storage.segment import encode_segment
 from tests.rollout.building import limits
 from tests.simulation.world import RUN, World
@@ -74,6 +74,8 @@ def expected(store: MemoryStore) -> list[Any]:
                     turns = [turn for rows in group.rows for turn in reader.rows(rows, ledger.blocks)]
                     versions = sorted({span.number for turn in turns for span in turn.spans})
                     found.append((lease.step, lease.version, group.ordinal, versions, list(group.rewards)))
+            elif isinstance(row.record, StepsReverted):
+                found = [one for one in found if one[0] <= row.record.to_step]
     return sorted(found)
 
 
@@ -97,3 +99,12 @@ def test_the_example_says_what_the_library_says(
         assert staleness == max(version - versions[0] for _, version, _, versions, _ in of_step)
         assert reward == pytest.approx(sum(sum(rewards) / len(rewards) for *_, rewards in of_step) / len(of_step))
     assert "generated_by" in capsys.readouterr().out
+
+
+def test_steps_that_were_taken_back_trained_nothing(tmp_path: Path) -> None:
+    world = World(0, length=12, limits=limits())
+    world.filter = lambda rewards: ""
+    world.requeues = True
+    world.run(chaos=300)
+    assert world.control.ledger.counts["groups_reverted"] > 0
+    assert ask(on_disk(world.store, tmp_path, True))[0] == expected(world.store)
