@@ -40,7 +40,7 @@ def _gc(parsed: argparse.Namespace) -> int:
     if not parsed.dry_run:
         failed += delete_garbage(store, garbage, pins=parsed.pins)
     _print(parsed, garbage, failed)
-    return 0
+    return 1 if failed else 0
 
 
 def _ask(store: Store, run: str, garbage: Garbage, *, delete: bool) -> list[str]:
@@ -64,13 +64,14 @@ def _print(parsed: argparse.Namespace, garbage: Garbage, failed: list[str]) -> N
         return
     done = "would be deleted from" if parsed.dry_run else "deleted from"
     table = Table(title=f"{done} run {parsed.name}", title_justify="left")
-    for column in ("kind", "count", "bytes", ""):
+    notes = dict(garbage.skipped)
+    if garbage.items["pins"] and not parsed.pins:
+        notes["pins"] = "expired; stay without --pins"
+    for column in ("kind", "count", "bytes", *(["left alone, because"] if notes else [])):
         table.add_column(column)
     for kind in KINDS:
-        note = garbage.skipped.get(kind, "")
-        if kind == "pins" and garbage.items[kind] and not parsed.pins:
-            note = "expired; stay without --pins"
-        table.add_row(kind.replace("_", " "), *(f"{number:,}" for number in sums[kind]), note)
+        numbers = [f"{number:,}" for number in sums[kind]]
+        table.add_row(kind.replace("_", " "), *numbers, *([notes.get(kind, "")] if notes else []))
     Console().print(table)
     for key in failed:
         print(f"could not be deleted: {key}")
