@@ -92,6 +92,7 @@ def test_a_run_survives_sigkill_at_any_write(death: Death, tmp_path: Path) -> No
     assert verify(LocalStore(url), RUN).sound
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("death", boundaries(("before", "after"), COUNT or 2), ids=str)
 def test_a_run_on_s3_survives_sigkill_at_any_write(death: Death, tmp_path: Path, seaweed: S3Server) -> None:
     survive(seaweed.url(f"b/{uuid.uuid4().hex[:8]}"), tmp_path, death, seaweed.environment)

@@ -44,7 +44,7 @@ class Behind:
         return attempt
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
 def way(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Store, Store, Callable[[bool], None]]]:
     """The store as the manager sees it, the same place as the others see it, and what cuts and opens the way."""
     if request.param == "local":

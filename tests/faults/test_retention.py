@@ -30,7 +30,7 @@ from tests.faults.house import RUN, House, small, until
 PATHS = RunPaths(RUN)
 
 
-@pytest.fixture(params=["local", "s3"])
+@pytest.fixture(params=["local", pytest.param("s3", marks=pytest.mark.slow)])
 def store(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Store]:
     if request.param == "local":
         yield LocalStore(tmp_path)

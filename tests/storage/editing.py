@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import copy
+import functools
 from collections.abc import Callable
 
 from storage import schema
@@ -44,8 +46,17 @@ def rewrite(store: MemoryStore, run: str, edit: Edit, snapshot: schema.LedgerSna
 
 
 def finished_run(seed: int = 3, *, multi_turn: bool = False, **changes: object) -> MemoryStore:
-    """A sound run of 12 ordinals with checkpoints, staleness bound 1, two siblings, batches of two."""
-    world = World(seed, length=12, multi_turn=multi_turn, limits=limits(**changes))
+    """A sound run of 12 ordinals with checkpoints, staleness bound 1, two siblings, batches of two. It was played once,
+    and every caller gets a copy."""
+    played = _played(seed, multi_turn, tuple(sorted(changes.items())))
+    found = copy.copy(played)
+    found._objects = dict(played._objects)  # pyright: ignore[reportPrivateUsage]
+    return found
+
+
+@functools.cache
+def _played(seed: int, multi_turn: bool, changes: tuple[tuple[str, object], ...]) -> MemoryStore:
+    world = World(seed, length=12, multi_turn=multi_turn, limits=limits(**dict(changes)))
     world.filter = lambda rewards: ""
     world.run(chaos=0)
     return world.store
