@@ -46,18 +46,20 @@ $(VENV)/.smollm2: $(VENV)/.installed
 demo: $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2,$(VENV)/.installed)
 	$(BIN)/python -m flows.demo --model $(MODEL) --storage $(STORAGE) --seed $(DEMO_SEED)
 
-# Tests that start a Ray cluster mostly wait for it: they run beside the others, one cluster at a time.
+# Tests that start a Ray cluster mostly wait for it, and those of faults for timeouts and processes: they run beside the
+# others, one cluster at a time.
 test: $(VENV)/.installed
-	@clusters=$$(mktemp); \
-	$(BIN)/python -m pytest -m "not slow and cluster" --durations=10 > $$clusters 2>&1 & pid=$$!; \
-	$(BIN)/python -m pytest -m "not slow and not cluster" --durations=10; others=$$?; \
-	wait $$pid; status=$$?; cat $$clusters; rm $$clusters; \
-	test $$others -eq 0 && test $$status -eq 0
+	@said=$$(mktemp -d); \
+	$(BIN)/python -m pytest -m "not slow and cluster" --durations=10 > $$said/clusters 2>&1 & clusters=$$!; \
+	$(BIN)/python -m pytest -m "not slow and not cluster" --durations=10 tests/faults > $$said/faults 2>&1 & faults=$$!; \
+	$(BIN)/python -m pytest -m "not slow and not cluster" --durations=10 --ignore=tests/faults; others=$$?; \
+	wait $$faults; faults=$$?; cat $$said/faults; wait $$clusters; clusters=$$?; cat $$said/clusters; rm -r $$said; \
+	test $$others -eq 0 && test $$faults -eq 0 && test $$clusters -eq 0
 
 faults: $(VENV)/.installed
 	TIDEGATE_KILLS=$(KILLS) TIDEGATE_CLAIMS=$(CLAIMS) TIDEGATE_BOUNDARIES=$(BOUNDARIES) \
 	  $(BIN)/python -m pytest --timeout=0 --durations=10 tests/faults tests/composition tests/flows/test_fencing.py \
-	  tests/simulation/test_every_segment.py
+	  tests/simulation/test_every_segment.py tests/flows/test_demo.py::test_a_terminated_demo_stops_what_it_started
 	$(BIN)/python -m tests.simulation --seeds 0:$(SIMULATIONS) --world tiny
 	$(BIN)/python -m tests.faults.campaign --faults $(FAULTS)
 

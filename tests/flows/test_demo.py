@@ -72,6 +72,7 @@ def test_the_tiny_demo_is_killed_twice_and_loses_nothing(tmp_path: Path) -> None
     assert left_of(root) == [], "the demo stops what it started"
 
 
+@pytest.mark.slow
 def test_a_terminated_demo_stops_what_it_started(tmp_path: Path) -> None:
     command = [sys.executable, "-u", "-m", "flows.demo", "--model", "tiny", "--root", str(tmp_path)]
     demo = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
