@@ -73,6 +73,19 @@ def with_phase(phases: Phases, name: str, then: Callable[[int], Any], when: int,
     return dataclasses.replace(phases, **{name: changed})
 
 
+def with_publication(phases: Phases, when: int) -> Phases:
+    """The phases; the checkpoint that is being uploaded beside training is published before step `when` begins."""
+    whole = phases.lease_batch
+
+    async def changed(step: int) -> Any:
+        upload = session().upload
+        if step == when and upload is not None:
+            await asyncio.wait([upload])
+        return await whole(step)
+
+    return dataclasses.replace(phases, lease_batch=changed)
+
+
 STEP = ["lease_batch", "train_batch", "hold_admission", "drain_rollouts", "update_weights", "release_admission"]
 
 
@@ -146,7 +159,7 @@ async def test_a_publication_that_does_not_end_is_given_up_in_time_and_said_to_b
         store.hangs = True
         until.notice("spot", 4.0, at_once=True)
 
-    phases = with_phase(plain(TASKS), "train_batch", notice, 5, after=True)
+    phases = with_phase(with_publication(plain(TASKS), 5), "train_batch", notice, 5, after=True)
     with pytest.raises(DeadlineReached) as ended:
         await attempts.one(until, phases)
     assert until.ends is not None
@@ -205,8 +218,9 @@ async def test_a_lost_trainer_after_the_notice_is_a_reason_and_not_another_end(t
         until.notice("spot", 30.0, at_once=True)
         house.cluster.kill("trainer")
 
+    phases = with_phase(with_publication(plain(TASKS), 5), "train_batch", gone, 5, after=True)
     with pytest.raises(DeadlineReached, match=r"step 5 was NOT published: \[actor_lost\].*checkpoint is of step 3"):
-        await attempts.one(until, with_phase(plain(TASKS), "train_batch", gone, 5, after=True))
+        await attempts.one(until, phases)
     await house.run()
     house.check()
 
