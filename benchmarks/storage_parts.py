@@ -17,6 +17,7 @@ from storage.journal import JournalWriter, claim, store_frozen
 from storage.ledger import Ledger
 from storage.opening import open_store
 from storage.payload import TurnRow, VersionSpan, encode_block
+from storage.retention import Retention, plan
 from storage.retry import create_until_known
 from storage.runs import RunPaths, create_run, make_run
 from storage.transitions import apply
@@ -25,6 +26,8 @@ RUN = "bench"
 SIBLINGS = 8
 TOKENS = 512
 SNAPSHOT_EVERY = 64
+RETENTION = Retention(last=3, every=0, payload="keep", pin_s=86400.0)
+"""As a run has it when nothing else is said."""
 _archivists: dict[str, Archivist] = {}
 
 
@@ -145,6 +148,9 @@ class HandWritten:
         if step % checkpoint_every == 0:
             position = self.ledger.steps[step].seq
             self.put(schema.CheckpointPublished(step, position, f"{step}.json", "0" * 64, 1, 1))
+            planned = plan(self.ledger, RETENTION)
+            if planned is not None:
+                self.put(planned, schema.Deleted(planned.manifests, planned.blocks))
 
 
 def token_row(group: int, sibling: int) -> TurnRow:
