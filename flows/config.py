@@ -27,6 +27,7 @@ from flows.sections import (
     StorageConfig,
     TrainingConfig,
 )
+from gpu.environments.registry import topology_of
 from gpu.fleet import FleetSettings
 from gpu.generation.engine import Cached
 from gpu.models.config import ModelSpec, find, load_config
@@ -186,6 +187,7 @@ class RunConfig(Part):
             "source": self._source().fingerprint(),
             "model": model,
             "environment": f"{self.environment.name} {json.dumps(self.environment.options, sort_keys=True)}",
+            "resources": topology_of(self._source().environment_of()).fingerprint(),
         }
 
     def resolved(self) -> RunConfig:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import logging
 
-from gpu.environments.registry import recipe_fingerprint
+from gpu.environments.registry import recipe_fingerprint, topology_of
 from gpu.rollout.manager import RolloutManager, open_manager
 from gpu.spec import RunSpec
 from storage.clock import Clock
@@ -101,6 +101,7 @@ def claim_manager(store: Store, spec: RunSpec, clock: Clock, owner: str, reason:
         judged_outside=spec.filter.outside,
         recipe=Recipe(environment.recovery or spec.recovery, recipe_fingerprint(environment)),
         suites=[suite.suite() for suite in spec.evaluation.suites],
+        topology=topology_of(environment),
     )
     ledger = manager.control.ledger
     changes = setting_changes(info, ledger.settings, spec.settings)

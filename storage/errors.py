@@ -203,6 +203,12 @@ class ContinuationInvalid(TidegateError, ValueError):
     default_code = "continuation"
 
 
+class ResourceInvalid(TidegateError, ValueError):
+    """A request, an export or a session that does not fit the resource it names."""
+
+    default_code = "resource"
+
+
 class ReferenceInvalid(TidegateError, ValueError):
     """A reference to token rows that do not exist or do not fit together."""
 

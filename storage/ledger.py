@@ -53,14 +53,52 @@ LEASED = GroupState.LEASED
 WAITING, LIVE, SEALED = RolloutState.WAITING, RolloutState.LIVE, RolloutState.SEALED
 
 
-class Boundary(msgspec.Struct, gc=False, array_like=True):
-    """The last durable turn of an unfinished rollout, in output sample `sample`: where an attempt may continue."""
+class Requested(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A request to a resource, of the answer that is being acted on. `before` and `after` are revisions; `reply` is
+    None while it is not known whether the resource has done it."""
+
+    resource: str
+    digest: str
+    before: int
+    after: int
+    reply: bytes | None
+
+
+class Export(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """A session's state at a revision."""
+
+    revision: int
+    state: bytes
+
+
+class Boundary(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """The last durable point of an unfinished rollout, where an attempt may continue: in output sample `sample`, of
+    which `position` tokens are durable. `attempt` came there; `root` is the attempt that started from scratch.
+
+    `pending`: the model has answered in `turn`, and of the actions in its answer `requests` are done or begun; `state`
+    is then still the one before that turn, b"" before the first. `revisions` are those of the resources when the
+    answer came, None when they are not known; `exports` the newest state of each.
+    """
 
     index: int
     turn: int
     sample: int
     state: bytes
     attempt: int
+    root: int
+    position: int
+    pending: bool = False
+    requests: tuple[Requested, ...] = ()
+    revisions: dict[str, int] | None = {}
+    exports: dict[str, Export] = {}
+
+    def revision(self, resource: str) -> int:
+        """The revision that a resource is at, as far as is known; 0: the rollout has not changed it."""
+        found = (self.revisions or {}).get(resource, 0)
+        for request in self.requests:
+            if request.resource == resource:
+                found = request.after
+        return found
 
 
 def next_samples(sample: int) -> range:

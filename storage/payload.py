@@ -74,6 +74,9 @@ class TurnRow:
     `turn` counts over the rollout. `sample` counts the rollout's output samples from 0; the rows of one are contiguous,
     and the first brings a prompt of its own. `start` is the position of the first new token in that sample; `reward`
     counts only when `done`; `record` is the environment's own JSON.
+
+    A turn whose answer was acted on has two rows: its tokens, durable before the first action, and after them, without
+    tokens, the environment's account of it (`account_row`), unless there is nothing to say.
     """
 
     group: int
@@ -98,6 +101,20 @@ class TurnRow:
     def oldest(self) -> int:
         """Number of the oldest version that generated a token of this turn."""
         return min(span.number for span in self.spans)
+
+    @property
+    def is_account(self) -> bool:
+        """Without tokens: see `account_row`."""
+        return not len(self.tokens)
+
+
+def account_row(call: TurnRow, attempt: int, *, done: bool, reward: float, record: str) -> TurnRow:
+    """What the environment says of a turn whose tokens, `call`, lie elsewhere: a row without tokens, perhaps of a later
+    attempt."""
+    return TurnRow(
+        call.group, call.sibling, attempt, call.turn, call.sample, call.start + len(call.tokens),
+        np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int8), (), done, reward, record,
+    )  # fmt: skip
 
 
 Batch = tuple[int, int, int, int]

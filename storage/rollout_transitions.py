@@ -6,7 +6,7 @@ import math
 from typing import Any
 
 from storage import schema
-from storage.errors import AttemptReused, ContinuationInvalid, IllegalTransition, TwoOwners
+from storage.errors import AttemptReused, ContinuationInvalid, IllegalTransition, ResourceInvalid, TwoOwners
 from storage.ledger import (
     COMPLETED,
     GENERATING,
@@ -26,7 +26,7 @@ from storage.ledger import (
 )
 from storage.schema import Record
 
-LOSSES = frozenset({"worker_lost", "engine_lost"})
+LOSSES = frozenset({"worker_lost", "engine_lost", "not_continuable"})
 """Ends of attempts that say nothing about the prompt; they have a budget of their own."""
 SIBLING_ENDED = "sibling_ended"
 """An attempt that was closed because its group is redone whole: it costs no budget."""
@@ -41,7 +41,7 @@ def illegal(record: Record, seq: int, found: str, expected: str, code: str = "")
     )
 
 
-def _live(ledger: Ledger, seq: int, record: Any, ordinal: int, sibling: int, attempt: int) -> tuple[Group, Rollout]:
+def live(ledger: Ledger, seq: int, record: Any, ordinal: int, sibling: int, attempt: int) -> tuple[Group, Rollout]:
     """The rollout whose current attempt is live and is exactly this one."""
     group = ledger.groups.get(ordinal) or ledger.group(ordinal, record, seq)
     rollout = _sibling(ledger, group, sibling, record, seq)
@@ -117,8 +117,6 @@ def attempts_minted(ledger: Ledger, seq: int, record: schema.AttemptsMinted) -> 
         _check_mint(_sibling(ledger, group, sibling, record, seq), record, seq, sibling, attempt, boundary)
     for sibling, attempt, boundary in zip(record.siblings, record.attempts, record.boundaries, strict=True):
         rollout = group.rollouts[sibling]
-        if boundary < 0 and (rollout.rows or rollout.boundary):
-            ledger.drop_work(rollout)
         ledger.counts["rollouts_regenerated"] += rollout.closed_by_claim
         ledger.counts["rollouts_continued"] += boundary >= 0
         rollout.closed_by_claim = False
@@ -146,16 +144,17 @@ def _check_mint(
             action="attempt numbers are contiguous; the journal was altered",
         )
     last = rollout.boundary.index if rollout.boundary else -1
-    if boundary not in (-1, last):
+    if boundary != last:
         raise ContinuationInvalid(
             f"record {seq}: rollout {record.group}/{sibling} continues from boundary {boundary}",
-            expected=f"its last boundary {last}, or -1",
+            expected=f"its last boundary {last}",
             action="the journal was altered; `tidegate fork RUN NEW --last-good`",
+            code="lost" if boundary < 0 else "",
         )
 
 
 def attempt_abandoned(ledger: Ledger, seq: int, record: schema.AttemptAbandoned) -> None:
-    group, rollout = _live(ledger, seq, record, record.group, record.sibling, record.attempt)
+    group, rollout = live(ledger, seq, record, record.group, record.sibling, record.attempt)
     if record.reason in LOSSES:
         rollout.losses += 1
     elif record.reason != SIBLING_ENDED:
@@ -178,26 +177,7 @@ def payload_stored(ledger: Ledger, seq: int, record: schema.PayloadStored) -> No
         ledger.add_unplaced(seq, record.block)
 
 
-def turn_committed(ledger: Ledger, seq: int, record: schema.TurnCommitted) -> None:
-    group, rollout = _live(ledger, seq, record, record.group, record.sibling, record.attempt)
-    turn = rollout.boundary.turn + 1 if rollout.boundary else 0
-    samples = next_samples(rollout.boundary.sample if rollout.boundary else -1)
-    if record.turn != turn or record.boundary != rollout.boundaries or record.sample not in samples:
-        raise ContinuationInvalid(
-            f"record {seq}: rollout {record.group}/{record.sibling} boundary {record.boundary}, turn {record.turn}, "
-            f"sample {record.sample}",
-            expected=f"boundary {rollout.boundaries}, turn {turn}, sample {' or '.join(map(str, samples))}",
-            action="coordinates only go forward; the journal was altered",
-        )
-    ledger.use_row((record.block, record.row), record, seq)
-    rollout.rows += ((record.block, record.row),)
-    rollout.boundaries = record.boundary + 1
-    rollout.boundary = Boundary(record.boundary, record.turn, record.sample, record.state, record.attempt)
-    rollout.oldest = _older(rollout.oldest, record.oldest)
-    ledger.set_oldest(group)
-
-
-def _older(known: int, version: int) -> int:
+def older(known: int, version: int) -> int:
     return version if known == UNKNOWN_VERSION else min(known, version)
 
 
@@ -248,11 +228,11 @@ def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> list[tuple[
     ):
         group = groups.get(ordinal)
         if group is None or not 0 <= sibling <= last:
-            pairs.append(_live(ledger, seq, record, ordinal, sibling, attempt))  # raises
+            pairs.append(live(ledger, seq, record, ordinal, sibling, attempt))  # raises
             continue
         rollout = group.rollouts[sibling]
         if rollout.state is not LIVE or rollout.attempt != attempt:
-            _live(ledger, seq, record, ordinal, sibling, attempt)  # raises
+            live(ledger, seq, record, ordinal, sibling, attempt)  # raises
         if rollout.boundary is not None or samples != 1:
             _check_samples(rollout, record, seq, f"rollout {ordinal}/{sibling}", samples)
         pairs.append((group, rollout))
@@ -270,10 +250,27 @@ def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> list[tuple[
 
 def _check_samples(rollout: Rollout, record: schema.Sealed, seq: int, where: str, samples: int) -> None:
     """The last turn belongs to the last sample, which is open or begins with it."""
-    last = next_samples(rollout.boundary.sample if rollout.boundary else -1)
+    boundary = rollout.boundary
+    if boundary is not None and boundary.pending:
+        last = range(boundary.sample, boundary.sample + 1)
+        check_answered(boundary, record, seq, where)
+    else:
+        last = next_samples(boundary.sample if boundary else -1)
     if samples - 1 not in last:
         expected = " or ".join(str(sample + 1) for sample in last)
         raise illegal(record, seq, f"{where} with {samples} samples", f"{expected} samples", code="seal")
+
+
+def check_answered(boundary: Boundary, record: Record, seq: int, where: str) -> None:
+    """A turn ends only when it is known what became of every request of it. Raises `ResourceInvalid`."""
+    if boundary.requests and boundary.requests[-1].reply is None:
+        raise ResourceInvalid(
+            f"record {seq} ({schema.KIND_OF[type(record)]}): {where} ends with an open request to"
+            f" {boundary.requests[-1].resource!r}",
+            expected="its result first",
+            action="the journal was altered; `tidegate fork RUN NEW --last-good`",
+            code="open",
+        )
 
 
 def group_completed(ledger: Ledger, seq: int, record: schema.GroupCompleted) -> None:

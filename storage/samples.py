@@ -59,9 +59,15 @@ def assemble_slot(rows: Sequence[TurnRow], group: int, sibling: int) -> list[Sam
     if not rows:
         raise misfit(where, "no rows", "one row per turn", "missing")
     samples: list[list[TurnRow]] = []
-    position, attempt = 0, -1
-    for turn, row in enumerate(rows):
+    position, attempt, turn, told = 0, -1, -1, True
+    for row in rows:
+        told, before = row.is_account, told
+        turn += not told
         _check_owner(row, where, group, sibling, turn, attempt)
+        if told:
+            _check_account(row, where, before=before, position=position, sample=len(samples) - 1)
+            attempt = row.attempt
+            continue
         _check_columns(row, where)
         _check_sample(row, where, len(samples) - 1)
         if row.sample == len(samples):
@@ -75,6 +81,15 @@ def assemble_slot(rows: Sequence[TurnRow], group: int, sibling: int) -> list[Sam
     if not rows[-1].done or any(row.done for row in rows[:-1]):
         raise misfit(where, "the last turn is not the end", "exactly the last turn to be done", "missing")
     return [_join(index, turns, rows[-1]) for index, turns in enumerate(samples)]
+
+
+def _check_account(row: TurnRow, where: str, *, before: bool, position: int, sample: int) -> None:
+    """An account follows the tokens of its turn, once."""
+    if before:
+        raise misfit(where, f"an account of turn {row.turn} without its tokens", "the tokens before it", "empty")
+    if (row.start, row.sample) != (position, sample) or len(row.logprobs) or len(row.mask) or row.spans:
+        found = f"an account of turn {row.turn} at token {row.start} of sample {row.sample}, with columns or spans"
+        raise misfit(where, found, f"an empty row at token {position} of sample {sample}", "prefix")
 
 
 def _join(index: int, turns: Sequence[TurnRow], last: TurnRow) -> Sample:

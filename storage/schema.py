@@ -126,8 +126,14 @@ class PayloadStored(Record, frozen=True, forbid_unknown_fields=True):
 
 
 class TurnCommitted(Record, frozen=True, forbid_unknown_fields=True):
-    """A boundary of a multi-turn rollout. `turn`'s tokens are row `row` of `block` and extend the rollout's output
-    sample `sample`; `state` is the environment's."""
+    """The boundary after a turn of a multi-turn rollout (`turn_complete`). The `tokens` new tokens of `turn` are row
+    `row` of `block`; they extend the rollout's output sample `sample` from position `start`. `state` is the agent's and
+    the environment's.
+
+    After `ModelAnswered` of the same turn, which names the tokens, `row` is where the environment's own account of the
+    turn lies, -1 when it has none, and `tokens` is 0. `revisions` are those of the resources that the rollout has
+    changed; None: not known, so it depends on everything.
+    """
 
     group: int
     sibling: int
@@ -137,8 +143,78 @@ class TurnCommitted(Record, frozen=True, forbid_unknown_fields=True):
     sample: int
     block: str
     row: int
+    start: int
+    tokens: int
     oldest: int
     state: bytes
+    revisions: dict[str, int] | None = {}
+
+
+class ModelAnswered(Record, frozen=True, forbid_unknown_fields=True):
+    """The boundary between a model call and the actions in its answer (`pending_model`): the call's tokens are durable,
+    the environment has not said anything yet. Fields as in `TurnCommitted`. The call is named by its attempt and
+    turn."""
+
+    group: int
+    sibling: int
+    attempt: int
+    boundary: int
+    turn: int
+    sample: int
+    block: str
+    row: int
+    start: int
+    tokens: int
+    oldest: int
+
+
+class RequestIntent(Record, frozen=True, forbid_unknown_fields=True):
+    """Action `cursor` of the answer at `boundary` is about to change resource `resource`, which is at revision
+    `revision`. `digest` is that of the operation and its input."""
+
+    group: int
+    sibling: int
+    attempt: int
+    boundary: int
+    cursor: int
+    resource: str
+    revision: int
+    digest: str
+
+
+class RequestResult(Record, frozen=True, forbid_unknown_fields=True):
+    """What the resource replied to action `cursor`, and the revision that it is at. A request that only reads has no
+    intent before it and changes no revision."""
+
+    group: int
+    sibling: int
+    attempt: int
+    boundary: int
+    cursor: int
+    resource: str
+    revision: int
+    digest: str
+    reply: bytes
+
+
+class ResourceExported(Record, frozen=True, forbid_unknown_fields=True):
+    """The whole session that a rollout has with a resource, as it is at this revision."""
+
+    group: int
+    sibling: int
+    attempt: int
+    resource: str
+    revision: int
+    state: bytes
+
+
+class ContinuationDiscarded(Record, frozen=True, forbid_unknown_fields=True):
+    """The durable turns of these unfinished rollouts, of which no attempt is live, are given up: they start over. Turns
+    go away with this record only, or with all others of their group when that starts whole."""
+
+    groups: tuple[int, ...]
+    siblings: tuple[int, ...]
+    reason: str
 
 
 class Sealed(Record, frozen=True, forbid_unknown_fields=True):
@@ -349,6 +425,11 @@ KINDS: dict[str, type[Record]] = {
     "attempt_abandoned": AttemptAbandoned,
     "payload_stored": PayloadStored,
     "turn_committed": TurnCommitted,
+    "model_answered": ModelAnswered,
+    "request_intent": RequestIntent,
+    "request_result": RequestResult,
+    "resource_exported": ResourceExported,
+    "continuation_discarded": ContinuationDiscarded,
     "sealed": Sealed,
     "group_completed": GroupCompleted,
     "group_discarded": GroupDiscarded,

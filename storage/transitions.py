@@ -14,6 +14,7 @@ from storage import fork_transitions as forks
 from storage import retention_transitions as retention
 from storage import rollout_transitions as rollouts
 from storage import schema
+from storage import turn_transitions as turns
 from storage.archives import amended, end_of, whole
 from storage.errors import LedgerInvalid, TwoOwners
 from storage.ledger import (
@@ -218,7 +219,12 @@ TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
     schema.GroupsDispatched: rollouts.groups_dispatched,
     schema.AttemptAbandoned: rollouts.attempt_abandoned,
     schema.PayloadStored: rollouts.payload_stored,
-    schema.TurnCommitted: rollouts.turn_committed,
+    schema.TurnCommitted: turns.turn_committed,
+    schema.ModelAnswered: turns.model_answered,
+    schema.RequestIntent: turns.request_intent,
+    schema.RequestResult: turns.request_result,
+    schema.ResourceExported: turns.resource_exported,
+    schema.ContinuationDiscarded: turns.continuation_discarded,
     schema.Sealed: rollouts.sealed,
     schema.GroupCompleted: rollouts.group_completed,
     schema.GroupDiscarded: rollouts.group_discarded,

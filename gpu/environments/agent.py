@@ -1,24 +1,29 @@
-"""The agent loop: one rollout from its first prompt, or from its last durable turn, to its reward.
+"""The agent loop: one rollout from its first prompt, or from its last boundary, to its reward.
 
-Each turn's tokens go to `RolloutSink` when the turn ends. An environment may replace the context: the rollout then goes
-on in a new output sample. What the loop raises ends the attempt; it never becomes a reward.
+Each turn's tokens go to `RolloutSink` when the turn ends, or before its first action that changes a resource. An
+environment may replace the context: the rollout then goes on in a new output sample. What the loop raises ends the
+attempt; it never becomes a reward.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 import msgspec
 import numpy as np
 
 from gpu.environments.base import Action, CheckpointMode, Environment, Episode, StepResult
+from gpu.environments.resources import Claim, Reply, ResourceHost
+from gpu.environments.tools import Exported, Sessions, Tools
 from gpu.generation.engine import Finish, Generated, GenRequest, Sampling
 from gpu.models.tokenizer import Tokenizer
 from gpu.rollout.messages import Dispatch, Identity
 from gpu.rollout.source import rollout_seed
 from storage.errors import ContinuationInvalid
-from storage.payload import TurnRow
+from storage.ledger import Boundary
+from storage.payload import TurnRow, account_row
 from storage.samples import assemble_slot, check_spans, misfit
 
 Generate = Callable[[GenRequest], Awaitable[Generated]]
@@ -45,21 +50,52 @@ class _Place(NamedTuple):
     fresh: list[int]
 
 
-class RolloutSink(Protocol):
-    """Where turns and the end of an attempt are reported."""
+class Turned(NamedTuple):
+    """A finished turn. `call` are the tokens of its model call; `row` is what is not durable yet of it: the call, or,
+    where that was reported as answered, the environment's account of the turn, if it gave one."""
 
-    def turn(self, dispatch: Dispatch, boundary: int, row: TurnRow, state: bytes) -> None:
+    call: TurnRow
+    row: TurnRow | None
+
+
+class RolloutSink(Protocol):
+    """Where progress and the end of an attempt are reported, in order."""
+
+    def turn(
+        self,
+        dispatch: Dispatch,
+        boundary: int,
+        turned: Turned,
+        state: bytes,
+        revisions: dict[str, int],
+        exports: Sequence[Exported],
+    ) -> None:
         """A finished turn that another follows."""
         ...
 
-    def end(self, dispatch: Dispatch, row: TurnRow) -> None:
-        """The last turn, with the reward."""
+    def answered(self, dispatch: Dispatch, boundary: int, call: TurnRow) -> None:
+        """An answer that is about to be acted on."""
+        ...
+
+    async def intent(
+        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
+    ) -> None:
+        """Returns when it is durable, with everything before it."""
+        ...
+
+    def result(
+        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply
+    ) -> None: ...
+
+    def end(self, dispatch: Dispatch, turned: Turned) -> None:
+        """The last turn, with the reward in its row."""
         ...
 
 
 class Agent:
-    """Runs rollouts of one environment. `position` maps an ordinal to a task; `temperature` holds for every turn. The
-    ordinal of a plain dispatch is the index of its task: the same randomness for the same task at every step."""
+    """Runs rollouts of one environment. `position` maps an ordinal to a task; `temperature` holds for every turn; `run`
+    is the name that sessions with resources begin with. The ordinal of a plain dispatch is the index of its task: the
+    same randomness for the same task at every step."""
 
     def __init__(
         self,
@@ -71,44 +107,73 @@ class Agent:
         seed: int,
         temperature: float,
         position: Callable[[int], int],
+        run: str = "",
     ) -> None:
         self._environment, self._tokenizer, self._generate, self._sink = environment, tokenizer, generate, sink
-        self._seed, self._temperature, self._position = seed, temperature, position
+        self._seed, self._temperature, self._position, self._run = seed, temperature, position, run
+        self.hosts: Mapping[str, ResourceHost] = environment.resources
 
     async def run(self, dispatch: Dispatch, before: Sequence[TurnRow]) -> None:
-        """One attempt. `before` are the turns of the continuation, empty from scratch. Raises `ReferenceInvalid` when
-        the turns do not make samples; nothing of the last turn is then reported."""
+        """One attempt. `before` are the rows of the continuation, empty from scratch. Raises `ReferenceInvalid` when
+        the turns do not make samples (nothing of the last turn is then reported), and `NotContinuable`."""
         identity = dispatch.identity
         ordinal = identity.group if dispatch.plain is None else dispatch.plain.index
-        episode = self._environment.episode()
+        at = dispatch.continuation.at if dispatch.continuation is not None else None
         seed = rollout_seed(self._seed, ordinal, identity.sibling, 0)
-        opening = await episode.reset(self._environment.task(self._position(ordinal)), seed)
-        place = _resume(episode, dispatch, before) if before else _Place(0, [], self._tokenizer.prompt(opening))
+        task = self._environment.task(self._position(ordinal))
+        progress = _Progress(self._sink, dispatch)
+        episode = self._environment.episode()
+        episode.tools = tools = self._tools(dispatch, task, seed, progress)
+        opening = await episode.reset(task, seed)
+        await tools.begin(at)
+        _restore(episode, at)
+        progress.hold_back = episode.checkpoint_mode is CheckpointMode.RESTART_ONLY
+        place = (
+            _place(before, at)
+            if before and (at is None or at.state)
+            else _Place(0, [], self._tokenizer.prompt(opening))
+        )
         rows = list(before)
-        turns = _Turns(self._sink, dispatch, hold_back=episode.checkpoint_mode is CheckpointMode.RESTART_ONLY)
-        for turn in range(len(before), self._environment.max_turns):
-            generated = await self._turn(identity, ordinal, turn, place.context + place.fresh)
-            stopped = generated.finish is Finish.STOP
-            result = await episode.step(Action(self._tokenizer.decode(generated.tokens.tolist()), stopped))
-            rows.append(_row(identity, turn, place, generated, result))
+        pending = at if at is not None and at.pending else None
+        for turn in range(pending.turn if pending else at.turn + 1 if at else 0, self._environment.max_turns):
+            if pending is not None:
+                call, stopped = rows[-1], int(rows[-1].tokens[-1]) in self._tokenizer.stop_ids
+            else:
+                generated = await self._turn(identity, ordinal, turn, place.context + place.fresh)
+                call, stopped = _call(identity, turn, place, generated), generated.finish is Finish.STOP
+                rows.append(call)
+            progress.call = call
+            tools.turn_begins(pending)
+            result = await episode.step(Action(self._tokenizer.decode(call.tokens[call.mask == 1].tolist()), stopped))
+            acted, revisions, exports = await tools.turn_ended(last=result.done)
+            turned = _turned(identity, call, result, answered=acted)
+            rows[-1:] = [row for row in (call if acted else None, turned.row) if row is not None]
+            pending = None
             if result.done:
                 assemble_slot(rows, identity.group, identity.sibling)
-                turns.flush()
-                self._sink.end(dispatch, rows[-1])
+                progress.end(turned)
+                await tools.end()
                 return
-            place = self._next(place, rows[-1], result, stopped)
-            turns.add(rows[-1], _state(episode, place))
+            place = self._next(place, call, result, stopped)
+            progress.turn(turned, _state(episode, place), revisions, exports)
         raise ContinuationInvalid(
             f"rollout {identity} is not done after {self._environment.max_turns} turns",
             expected="an end by then",
             action="let the environment end its episodes within max_turns",
         )
 
-    def _next(self, place: _Place, row: TurnRow, result: StepResult, stopped: bool) -> _Place:
+    def _tools(self, dispatch: Dispatch, task: bytes, seed: int, progress: _Progress) -> Tools:
+        one = dispatch.identity
+        at = dispatch.continuation.at if dispatch.continuation is not None else None
+        run = self._run if dispatch.plain is None else f"{self._run}@{one.incarnation}"
+        sessions = Sessions(run, one.group, one.sibling, one.attempt if at is None else at.root)
+        return Tools(self.hosts, sessions, Claim(one.incarnation, one.attempt), task, seed, progress)
+
+    def _next(self, place: _Place, call: TurnRow, result: StepResult, stopped: bool) -> _Place:
         if result.new_context:
             return _Place(place.sample + 1, [], self._tokenizer.prompt(result.messages))
         return _Place(
-            place.sample, place.context + row.tokens.tolist(), self._tokenizer.extend(result.messages, stopped)
+            place.sample, place.context + call.tokens.tolist(), self._tokenizer.extend(result.messages, stopped)
         )
 
     async def _turn(self, identity: Identity, ordinal: int, turn: int, prompt: list[int]) -> Generated:
@@ -123,36 +188,73 @@ class Agent:
         return generated
 
 
-class _Turns:
-    """Reports turns as they end; those of an environment that can only restart are held back until the last."""
+class _Held(NamedTuple):
+    turned: Turned
+    state: bytes
+    revisions: dict[str, int]
+    exports: Sequence[Exported]
 
-    def __init__(self, sink: RolloutSink, dispatch: Dispatch, *, hold_back: bool) -> None:
-        self._sink, self._dispatch, self._hold_back = sink, dispatch, hold_back
-        self._held: list[tuple[TurnRow, bytes]] = []
+
+class _Progress:
+    """Numbers the boundaries of one attempt and reports them as they come. `hold_back`: the turns of an environment
+    that can only restart are reported with its last one, or with an answer that is acted on."""
+
+    def __init__(self, sink: RolloutSink, dispatch: Dispatch) -> None:
+        self._sink, self._dispatch = sink, dispatch
         self._boundary = dispatch.boundary
+        self._held: list[_Held] = []
+        self.hold_back = False
+        self.call: TurnRow | None = None
 
-    def add(self, row: TurnRow, state: bytes) -> None:
-        self._held.append((row, state))
-        if not self._hold_back:
-            self.flush()
+    def turn(self, turned: Turned, state: bytes, revisions: dict[str, int], exports: Sequence[Exported]) -> None:
+        self._held.append(_Held(turned, state, revisions, exports))
+        if not self.hold_back:
+            self._flush()
 
-    def flush(self) -> None:
-        for row, state in self._held:
-            self._sink.turn(self._dispatch, self._boundary, row, state)
-            self._boundary += 1
+    def _flush(self) -> None:
+        for held in self._held:
+            self._sink.turn(self._dispatch, self._count(), *held)
         self._held.clear()
 
+    def _count(self) -> int:
+        self._boundary += 1
+        return self._boundary - 1
 
-def _resume(episode: Episode, dispatch: Dispatch, before: Sequence[TurnRow]) -> _Place:
-    """Restore the environment after the last durable turn; where the turn after it stands."""
-    assert dispatch.continuation is not None, "only a continuation has turns before it"
-    state = msgspec.json.decode(dispatch.continuation.state, type=AgentState)
-    if episode.checkpoint_mode is CheckpointMode.EXPORT_RESTORE:
-        episode.restore_state(state.environment)
-    last = before[-1].sample
+    def end(self, turned: Turned) -> None:
+        self._flush()
+        self._sink.end(self._dispatch, turned)
+
+    # ------------------------------------------------------------------ `tools.Journal`
+
+    def answered(self) -> int:
+        assert self.call is not None, "a step acts on an answer"
+        self._flush()
+        boundary = self._count()
+        self._sink.answered(self._dispatch, boundary, self.call)
+        return boundary
+
+    async def intent(self, boundary: int, cursor: int, resource: str, revision: int, digest: str) -> None:
+        await self._sink.intent(self._dispatch, boundary, cursor, resource, revision, digest)
+
+    def result(self, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
+        self._sink.result(self._dispatch, boundary, cursor, resource, digest, reply)
+
+
+def _restore(episode: Episode, at: Boundary | None) -> None:
+    """Bring the environment to where the last finished turn left it."""
+    if at is not None and at.state and episode.checkpoint_mode is CheckpointMode.EXPORT_RESTORE:
+        episode.restore_state(msgspec.json.decode(at.state, type=AgentState).environment)
+
+
+def _place(before: Sequence[TurnRow], at: Boundary | None) -> _Place:
+    """Where the turn after the last finished one stands."""
+    assert at is not None, "only a continuation has turns before it"
+    state = msgspec.json.decode(at.state, type=AgentState)
+    done = [row for row in before if row.turn < at.turn] if at.pending else before
+    last = done[-1].sample
     if state.new_context:
         return _Place(last + 1, [], list(state.answer))
-    context = [token for row in before if row.sample == last for token in row.tokens.tolist()]
+    context = [token for row in done if row.sample == last for token in row.tokens.tolist()]
     return _Place(last, context, list(state.answer))
 
 
@@ -163,7 +265,7 @@ def _state(episode: Episode, place: _Place) -> bytes:
     return msgspec.json.encode(AgentState(tuple(place.fresh), not place.context, environment))
 
 
-def _row(identity: Identity, turn: int, place: _Place, generated: Generated, result: StepResult) -> TurnRow:
+def _call(identity: Identity, turn: int, place: _Place, generated: Generated) -> TurnRow:
     """The turn's new tokens: what the environment said (mask 0), then what was generated (mask 1)."""
     given, made = len(place.fresh), len(generated.tokens)
     return TurnRow(
@@ -177,7 +279,18 @@ def _row(identity: Identity, turn: int, place: _Place, generated: Generated, res
         logprobs=np.concatenate([np.zeros(given, np.float32), generated.logprobs]),
         mask=np.repeat(np.array([0, 1], np.int8), [given, made]),
         spans=generated.spans,
-        done=result.done,
-        reward=result.reward,
-        record=result.record,
+        done=False,
+        reward=0.0,
+        record="",
     )
+
+
+def _turned(identity: Identity, call: TurnRow, result: StepResult, *, answered: bool) -> Turned:
+    """With what the environment says of the turn: in the call's row, or in one of its own where that is durable."""
+    said = {"done": result.done, "reward": result.reward, "record": result.record}
+    if not answered:
+        whole = replace(call, **said)
+        return Turned(whole, whole)
+    if not result.done and not result.record:
+        return Turned(call, None)
+    return Turned(call, account_row(call, identity.attempt, **said))

@@ -8,12 +8,16 @@ is never a reward.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gpu.models.tokenizer import Message
+
+if TYPE_CHECKING:
+    from gpu.environments.resources import ResourceHost
+    from gpu.environments.tools import Tools
 
 
 class CheckpointMode(Enum):
@@ -57,6 +61,9 @@ class Episode(ABC):
     """One rollout's world. Not shared between rollouts."""
 
     checkpoint_mode = CheckpointMode.RESTART_ONLY
+    """Of the episode's own memory; what it keeps in resources has a mode of its own."""
+    tools: Tools
+    """The resources of its environment, from before `reset`; to be called in `step` only."""
 
     @abstractmethod
     async def reset(self, task: bytes, seed: int) -> Sequence[Message]:
@@ -64,7 +71,8 @@ class Episode(ABC):
 
     @abstractmethod
     async def step(self, action: Action) -> StepResult:
-        """The world's answer to one turn."""
+        """The world's answer to one turn. An episode that calls resources may be asked again for the same action, in
+        the state before it: it must make the same calls then."""
 
     def export_state(self) -> bytes:
         """The whole state after a turn. Only for EXPORT_RESTORE."""
@@ -83,6 +91,11 @@ class Environment(ABC):
     recovery: str | None = None
     """"sibling" or "prompt_group": how a group is recovered that loses an attempt, whatever the run says. Siblings that
     share something (an opponent, a budget) must be redone together."""
+
+    @property
+    def resources(self) -> Mapping[str, ResourceHost]:
+        """What its episodes call, by name; asked for once in each process that runs episodes."""
+        return {}
 
     @abstractmethod
     def __len__(self) -> int: ...

@@ -11,6 +11,7 @@ from importlib.metadata import entry_points
 
 from gpu.environments.base import Environment
 from gpu.models import tokenizer
+from gpu.rollout.topology import Topology
 from storage.errors import ConfigurationRefused
 
 BUILT_IN = {
@@ -49,6 +50,14 @@ def recipe_fingerprint(environment: Environment) -> str:
     except OSError:  # a class without a file, from a notebook or an exec: nothing to compare
         sources = [type(environment).__qualname__]
     return hashlib.sha256("\0".join(sources).encode()).hexdigest()
+
+
+def topology_of(environment: Environment) -> Topology:
+    """The environment's resources, as rollout control knows them."""
+    hosts = environment.resources
+    modes = {name: host.checkpoint_mode.value for name, host in hosts.items()}
+    episode = environment.episode().checkpoint_mode.value
+    return Topology(episode, modes, {name: host.schema for name, host in hosts.items()})
 
 
 def _load(name: str) -> type[Environment]:

@@ -5,9 +5,11 @@ Their turns are counted and dropped: a plain result is a reward, a number of tok
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
-from gpu.environments.agent import Agent, RolloutSink
+from gpu.environments.agent import Agent, RolloutSink, Turned
+from gpu.environments.resources import Reply
+from gpu.environments.tools import Exported
 from gpu.rollout.messages import Dispatch, Identity, Outcome, PlainEnded
 from storage.payload import TurnRow
 
@@ -35,11 +37,33 @@ class Suites:
         finally:
             self._turns.pop(dispatch.identity, None)
 
-    def turn(self, dispatch: Dispatch, boundary: int, row: TurnRow, state: bytes) -> None:
-        self._turns.setdefault(dispatch.identity, []).append(row)
+    def turn(
+        self,
+        dispatch: Dispatch,
+        boundary: int,
+        turned: Turned,
+        state: bytes,
+        revisions: dict[str, int],
+        exports: Sequence[Exported],
+    ) -> None:
+        self._turns.setdefault(dispatch.identity, []).append(turned.call)
 
-    def end(self, dispatch: Dispatch, row: TurnRow) -> None:
-        rows = [*self._turns.get(dispatch.identity, ()), row]
+    def answered(self, dispatch: Dispatch, boundary: int, call: TurnRow) -> None:
+        pass
+
+    async def intent(
+        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
+    ) -> None:
+        """Nothing goes on after a crash here: an attempt that is lost starts over, with sessions of its own."""
+
+    def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
+        pass
+
+    def end(self, dispatch: Dispatch, turned: Turned) -> None:
+        assert turned.row is not None, "the last turn says that it is done"
+        rows = [*self._turns.get(dispatch.identity, ()), turned.call]
         numbers = [span.number for row in rows for span in row.spans]
         tokens = sum(row.num_generated for row in rows)
-        self._ended(PlainEnded(dispatch.identity, Outcome.SEALED, tokens, min(numbers), max(numbers), row.reward))
+        self._ended(
+            PlainEnded(dispatch.identity, Outcome.SEALED, tokens, min(numbers), max(numbers), turned.row.reward)
+        )

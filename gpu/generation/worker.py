@@ -9,19 +9,46 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from msgspec.structs import replace
 
-from gpu.environments.agent import Agent, Generate, GenerationAborted
+from gpu.environments import tools
+from gpu.environments.agent import Agent, Generate, GenerationAborted, Turned
 from gpu.environments.base import Environment
+from gpu.environments.resources import Reply
+from gpu.environments.tools import NotContinuable
 from gpu.generation.client import EngineCalls, EngineClient
 from gpu.generation.engine import Generated, GenRequest
 from gpu.generation.suites import MakeAgent, Suites
 from gpu.models.tokenizer import Tokenizer
-from gpu.rollout.messages import Accepted, Dispatch, Ended, Outcome, PlainEnded, Report, Turn, Work
+from gpu.rollout.messages import (
+    Accepted,
+    Answered,
+    Dispatch,
+    Ended,
+    Exported,
+    Identity,
+    Intent,
+    Outcome,
+    PlainEnded,
+    Progress,
+    Report,
+    Result,
+    Turn,
+    Work,
+)
 from gpu.rollout.signal import Signal
-from storage.errors import ActorLost, EngineFailed, ReferenceInvalid
+from storage.errors import (
+    ActorLost,
+    ArtifactCorrupt,
+    ContinuationInvalid,
+    DeadlineExceeded,
+    EngineFailed,
+    ReferenceInvalid,
+    ResourceInvalid,
+    RunFenced,
+)
 from storage.filesystem import Store
 from storage.payload import INLINE_BYTES, TurnRow, encode_block
 from storage.reader import PayloadReader
@@ -32,7 +59,7 @@ TAKE_S = 5.0
 LINGER_S = 0.005
 MAX_REPORT = 128
 
-Entry = Turn | Ended | PlainEnded
+Entry = Progress | Ended | PlainEnded
 
 
 def number_rows(rows: Sequence[TurnRow | None]) -> tuple[list[TurnRow], dict[int, int]]:
@@ -49,6 +76,20 @@ class ManagerCalls(Protocol):
     async def take(self, incarnation: int, worker: str, limit: int, timeout: float) -> Work: ...
 
     async def report(self, incarnation: int, report: Report) -> Accepted: ...
+
+    async def settled(self, incarnation: int, seq: int) -> None: ...
+
+
+class AttemptOver(Exception):
+    """The attempt is not live any more: it stops, and nothing is to be said of it."""
+
+
+class _Out(NamedTuple):
+    """What is to be reported, with its token row; `durable` is told when it is, or that the attempt is over."""
+
+    row: TurnRow | None
+    entry: Entry
+    durable: asyncio.Future[None] | None = None
 
 
 class RolloutWorker:
@@ -77,12 +118,13 @@ class RolloutWorker:
         self._reader = PayloadReader(store, run)
         self._clients: dict[str, EngineClient] = {}
         self._serving: tuple[str, ...] = ()
-        self._running: set[asyncio.Task[None]] = set()
-        self._out: list[tuple[TurnRow | None, Entry]] = []
+        self._running: dict[asyncio.Task[None], Identity] = {}
+        self._out: list[_Out] = []
+        self._settling: set[asyncio.Task[None]] = set()
         self._reported = Signal()
         self._blocks = 0
         self._agent = Agent(
-            environment, tokenizer, self._generate, self, seed=seed, temperature=temperature, position=position
+            environment, tokenizer, self._generate, self, seed=seed, temperature=temperature, position=position, run=run
         )
         self._suites = Suites(suites(self._generate), lambda ended: self._push(None, ended))
 
@@ -97,7 +139,7 @@ class RolloutWorker:
             for task in done:
                 task.result()
         finally:
-            await self._stop([reporter, taker, *self._running])
+            await self._stop([reporter, taker, *self._running, *self._settling])
 
     async def _stop(self, tasks: list[asyncio.Task[None]]) -> None:
         for task in tasks:
@@ -105,6 +147,8 @@ class RolloutWorker:
         await asyncio.gather(*tasks, return_exceptions=True)
         for client in self._clients.values():
             await client.close()
+        for host in self._agent.hosts.values():
+            await host.close()
 
     async def _take_loop(self) -> None:
         while True:
@@ -116,8 +160,8 @@ class RolloutWorker:
             self._serving = work.engines or self._serving
             for dispatch in work.dispatches:
                 task = asyncio.create_task(self._attempt(dispatch))
-                self._running.add(task)
-                task.add_done_callback(self._running.discard)
+                self._running[task] = dispatch.identity
+                task.add_done_callback(self._running.pop)
 
     # ------------------------------------------------------------------ one attempt
 
@@ -128,10 +172,16 @@ class RolloutWorker:
                 await self._agent.run(dispatch, await self._before(dispatch))
             else:
                 await self._suites.run(dispatch)
+        except AttemptOver:
+            return
+        except (NotContinuable, ResourceInvalid) as error:
+            self._failed(dispatch, Outcome.NOT_CONTINUABLE, error)
         except (EngineFailed, ActorLost) as error:
             self._failed(dispatch, Outcome.ENGINE_LOST, error)
         except GenerationAborted as error:
             self._failed(dispatch, Outcome.ABORTED, error)
+        except ContinuationInvalid as error:
+            self._failed(dispatch, Outcome.NOT_CONTINUABLE if error.code == "replay" else Outcome.FAILED, error)
         except ReferenceInvalid as error:
             self._failed(dispatch, Outcome.MALFORMED, error)
         except Exception as error:  # noqa: BLE001 - user code may raise anything; the cause is kept in the record
@@ -143,7 +193,12 @@ class RolloutWorker:
         if continuation is None:
             return []
         reader = PayloadReader(self._store, self._run_name, continuation.hot.get)
-        return await asyncio.to_thread(reader.rows, continuation.rows, continuation.blocks)
+        try:
+            return await asyncio.to_thread(reader.rows, continuation.rows, continuation.blocks)
+        except (ReferenceInvalid, ArtifactCorrupt) as error:
+            raise NotContinuable(
+                f"its turns cannot be read: {error}", expected="readable turns", action="nothing: it starts over"
+            ) from error
 
     async def _generate(self, request: GenRequest) -> Generated:
         """Siblings share an engine, so that their common prompt is computed once."""
@@ -162,22 +217,52 @@ class RolloutWorker:
 
     # ------------------------------------------------------------------ RolloutSink
 
-    def turn(self, dispatch: Dispatch, boundary: int, row: TurnRow, state: bytes) -> None:
-        self._push(row, Turn(dispatch.identity, boundary, row.turn, row.sample, -1, row.oldest, state))
+    def turn(
+        self,
+        dispatch: Dispatch,
+        boundary: int,
+        turned: Turned,
+        state: bytes,
+        revisions: dict[str, int],
+        exports: Sequence[tools.Exported],
+    ) -> None:
+        one, call, row = dispatch.identity, turned.call, turned.row
+        for resource, export in exports:
+            self._push(None, Exported(one, resource, export.revision, export.state))
+        start, tokens = (call.start, len(call.tokens)) if row is call else (call.start + len(call.tokens), 0)
+        self._push(
+            row, Turn(one, boundary, call.turn, call.sample, -1, start, tokens, call.oldest, state, revisions)
+        )  # fmt: skip
 
-    def end(self, dispatch: Dispatch, row: TurnRow) -> None:
-        sealed = Ended(dispatch.identity, Outcome.SEALED, -1, row.num_generated, row.oldest, row.reward,
-                       samples=row.sample + 1)  # fmt: skip
+    def answered(self, dispatch: Dispatch, boundary: int, call: TurnRow) -> None:
+        one = dispatch.identity
+        self._push(call, Answered(one, boundary, call.turn, call.sample, -1, call.start, len(call.tokens), call.oldest))
+
+    async def intent(
+        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
+    ) -> None:
+        durable = asyncio.get_running_loop().create_future()
+        self._push(None, Intent(dispatch.identity, boundary, cursor, resource, revision, digest), durable)
+        await durable
+
+    def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
+        self._push(None, Result(dispatch.identity, boundary, cursor, resource, reply.revision, digest, reply.content))
+
+    def end(self, dispatch: Dispatch, turned: Turned) -> None:
+        assert turned.row is not None, "the last turn says that it is done"
+        call, row = turned.call, turned.row
+        sealed = Ended(dispatch.identity, Outcome.SEALED, -1, call.num_generated, call.oldest, row.reward,
+                       samples=call.sample + 1)  # fmt: skip
         self._push(row, sealed)
 
     # ------------------------------------------------------------------ reports
 
-    def _push(self, row: TurnRow | None, entry: Entry) -> None:
-        self._out.append((row, entry))
+    def _push(self, row: TurnRow | None, entry: Entry, durable: asyncio.Future[None] | None = None) -> None:
+        self._out.append(_Out(row, entry, durable))
         self._reported.notify()
 
     async def _report_loop(self) -> None:
-        """One report in flight at a time, so turns arrive in order; what comes meanwhile goes into the next."""
+        """One report in flight at a time, so that entries arrive in order; what comes meanwhile goes into the next."""
         while True:
             event = self._reported.current()
             if not self._out:
@@ -186,21 +271,53 @@ class RolloutWorker:
                 continue
             batch, self._out = self._out[:MAX_REPORT], self._out[MAX_REPORT:]
             report = await asyncio.to_thread(self._encode, batch)
-            await self._manager.report(self._incarnation, report)
+            accepted = await self._manager.report(self._incarnation, report)
+            self._stop_attempts(accepted.over)
+            waiting = {out.entry.identity: out.durable for out in batch if out.durable is not None}
+            for identity in accepted.over:
+                _tell(waiting.pop(identity, None), AttemptOver())
+            if waiting:
+                settling = asyncio.create_task(self._settle(accepted.seq, list(waiting.values())))
+                self._settling.add(settling)
+                settling.add_done_callback(self._settling.discard)
 
-    def _encode(self, batch: list[tuple[TurnRow | None, Entry]]) -> Report:
+    def _stop_attempts(self, over: Sequence[Identity]) -> None:
+        """Nothing that they still do can count."""
+        if over:
+            for task in [task for task, identity in self._running.items() if identity in over]:
+                task.cancel()
+
+    async def _settle(self, seq: int, waiting: list[asyncio.Future[None]]) -> None:
+        """Tell those who wait when record `seq` is durable. While the store is away they wait, without having done
+        anything; when the incarnation ends, so do they."""
+        while True:
+            try:
+                await self._manager.settled(self._incarnation, seq)
+            except DeadlineExceeded:
+                continue
+            except (RunFenced, ActorLost) as error:
+                for one in waiting:
+                    _tell(one, error)
+                return
+            for one in waiting:
+                _tell(one)
+            return
+
+    def _encode(self, batch: list[_Out]) -> Report:
         """Number the rows, encode them, and make a large block durable before the report that names it."""
-        rows, index_of = number_rows([row for row, _ in batch])
-        turns: list[Turn] = []
+        rows, index_of = number_rows([out.row for out in batch])
+        turns: list[Progress] = []
         ended: list[Ended] = []
         plain: list[PlainEnded] = []
-        for at, (row, entry) in enumerate(batch):
-            if isinstance(entry, Turn):
-                turns.append(replace(entry, row=index_of[at]))
-            elif isinstance(entry, PlainEnded):
+        for at, (row, entry, _) in enumerate(batch):
+            if isinstance(entry, PlainEnded):
                 plain.append(entry)
-            else:
+            elif isinstance(entry, Ended):
                 ended.append(entry if row is None else replace(entry, row=index_of[at]))
+            elif isinstance(entry, Turn | Answered) and row is not None:
+                turns.append(replace(entry, row=index_of[at]))
+            else:
+                turns.append(entry)
         if not rows:
             return Report(self._name, "", "", 0, None, tuple(turns), tuple(ended), tuple(plain))
         self._blocks += 1
@@ -219,3 +336,12 @@ class RolloutWorker:
             tuple(plain),
             block.batches,
         )
+
+
+def _tell(durable: asyncio.Future[None] | None, error: Exception | None = None) -> None:
+    if durable is None or durable.done():
+        return
+    if error is None:
+        durable.set_result(None)
+    else:
+        durable.set_exception(error)

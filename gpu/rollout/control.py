@@ -18,11 +18,12 @@ from gpu.rollout.messages import Accepted, Dispatch, Grant, Hold, Identity, Outc
 from gpu.rollout.plain import Plain
 from gpu.rollout.results import GroupFilter, Results, keep_all
 from gpu.rollout.scheduler import Scheduler
+from gpu.rollout.topology import NO_RESOURCES, Topology
 from storage import schema
 from storage.clock import Clock
 from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
 from storage.journal import JournalWriter
-from storage.ledger import GENERATING, RESERVED, UNKNOWN_VERSION, Group, Ledger, Recipe
+from storage.ledger import GENERATING, RESERVED, UNKNOWN_VERSION, WAITING, Group, Ledger, Recipe
 from storage.quarantine import check_release
 from storage.retention import Retention, plan
 
@@ -45,13 +46,14 @@ class RolloutControl:
         judged_outside: bool = False,
         suites: Sequence[Suite] = (),
         retention: Retention | None = None,
+        topology: Topology = NO_RESOURCES,
     ) -> None:
         ledger.spent_files = {} if retention is not None and retention.payload == "needed" else None
         self.books = Books(ledger, journal, clock, limits.max_hot_bytes)
         self.limits, self._retention = limits, retention
         self.admission = Admission(clock)
         self.plain = Plain(limits, ledger.incarnation, self._plain_ended)
-        self.scheduler = Scheduler(self.books, limits, self.admission, length, self.plain)
+        self.scheduler = Scheduler(self.books, limits, self.admission, length, self.plain, topology)
         self.results = Results(
             self.books, limits, self.admission, self.scheduler, None if judged_outside else group_filter
         )
@@ -78,7 +80,8 @@ class RolloutControl:
         if report.plain:
             plain = sum(self.plain.end(ended, self._newest) for ended in report.plain)
             self.evaluations.collect()
-            return Accepted(accepted.accepted + plain, accepted.ignored + len(report.plain) - plain)
+            ignored = accepted.ignored + len(report.plain) - plain
+            return Accepted(accepted.accepted + plain, ignored, accepted.seq, accepted.over)
         return accepted
 
     @property
@@ -109,7 +112,8 @@ class RolloutControl:
 
     def declare(self, recipe: Recipe) -> int:
         """This incarnation's recipe. Groups that are unfinished and may not be recovered sibling by sibling start whole
-        again; returns how many. Call it before anything is dispatched."""
+        again; returns how many. Turns from which nothing can go on are given up. Call it before anything is
+        dispatched."""
         if self.ledger.finished:
             return 0
         if recipe != self.ledger.recipe:
@@ -118,6 +122,8 @@ class RolloutControl:
         for group in whole:
             changed = group.recipe.fingerprint != recipe.fingerprint
             self.leasing.requeue(group.ordinal, "recipe_changed" if changed else "prompt_group")
+        for group in self.ledger.groups.values():
+            self.scheduler.give_up(group, [at for at, one in enumerate(group.rollouts) if one.state is WAITING])
         return len(whole)
 
     # ------------------------------------------------------------------ policy versions

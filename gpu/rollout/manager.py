@@ -33,6 +33,7 @@ from gpu.rollout.people_calls import PeopleCalls
 from gpu.rollout.results import GroupFilter
 from gpu.rollout.retaining import Retaining
 from gpu.rollout.signal import Signal, wait_event
+from gpu.rollout.topology import NO_RESOURCES, Topology
 from gpu.rollout.waits import Waits
 from gpu.rollout.watchdog import Watchdog
 from storage.clock import Clock
@@ -174,6 +175,12 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         self.committer.appended()
         self.changed.notify()
         return accepted
+
+    async def settled(self, incarnation: int, seq: int) -> None:
+        """Returns when record `seq` is durable: what a worker waits for before it changes anything outside. Raises
+        `DeadlineExceeded`; the call may be repeated."""
+        self.callers.check(Caller(incarnation))
+        await self._durable(seq, "the intent of a request")
 
     def lose_worker(self, worker: str) -> int:
         """A worker process is gone; returns how many attempts it had. A call of it that still waits gets nothing: work
@@ -379,6 +386,7 @@ def open_manager(
     judged_outside: bool = False,
     recipe: Recipe = UNDECLARED,
     suites: Sequence[Suite] = (),
+    topology: Topology = NO_RESOURCES,
     check: Callable[[Ledger], None] = lambda ledger: None,
 ) -> RolloutManager:
     """Claim the run's journal and restore control from it. Blocks on storage. Raises what makes a run unusable.
@@ -399,6 +407,7 @@ def open_manager(
         judged_outside=judged_outside,
         suites=suites,
         retention=settings.retention,
+        topology=topology,
     )
     control.declare(recipe)
     judge = group_filter if judged_outside else None

@@ -9,7 +9,7 @@ from enum import Enum
 
 import msgspec
 
-from storage.ledger import Block, Lease
+from storage.ledger import Block, Boundary, Lease
 
 
 class Outcome(Enum):
@@ -21,6 +21,8 @@ class Outcome(Enum):
                 that do not follow each other); one attempt
     ABORTED     generation was cancelled; one attempt
     ENGINE_LOST, WORKER_LOST   a process died; counted apart, because it says nothing about the prompt
+    NOT_CONTINUABLE  it could not go on from its last boundary; its turns are given up, and it starts over; counted with
+                     the dead processes, of which it is a consequence
     """
 
     SEALED = "sealed"
@@ -29,6 +31,7 @@ class Outcome(Enum):
     ABORTED = "aborted"
     ENGINE_LOST = "engine_lost"
     WORKER_LOST = "worker_lost"
+    NOT_CONTINUABLE = "not_continuable"
 
 
 class Identity(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
@@ -44,14 +47,13 @@ class Identity(msgspec.Struct, frozen=True, gc=False, cache_hash=True):
 
 
 class Continuation(msgspec.Struct, frozen=True, gc=False):
-    """Where an attempt goes on: the rows of the durable turns, the environment's state after the last of them, and the
-    bytes of the blocks that are still in the manager's memory."""
+    """Where an attempt goes on: the rows of the durable turns, the bytes of those blocks that are still in the
+    manager's memory, and the boundary after the last turn."""
 
     rows: tuple[tuple[str, int], ...]
     blocks: dict[str, Block]
     hot: dict[str, bytes]
-    turn: int
-    state: bytes
+    at: Boundary
 
 
 class PlainTask(msgspec.Struct, frozen=True, gc=False):
@@ -80,16 +82,68 @@ class Work(msgspec.Struct, frozen=True):
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False):
-    """A finished turn of a live attempt, in output sample `sample`: row `row` of the report's block, the environment's
-    state after it."""
+    """A finished turn of a live attempt, see `storage.schema.TurnCommitted`: row `row` of the report's block, -1
+    without one; the agent's and the environment's state after it."""
 
     identity: Identity
     boundary: int
     turn: int
     sample: int
     row: int
+    start: int
+    tokens: int
     oldest: int
     state: bytes
+    revisions: dict[str, int] = {}
+
+
+class Answered(msgspec.Struct, frozen=True, gc=False):
+    """The answer of a live attempt that is about to be acted on, see `storage.schema.ModelAnswered`."""
+
+    identity: Identity
+    boundary: int
+    turn: int
+    sample: int
+    row: int
+    start: int
+    tokens: int
+    oldest: int
+
+
+class Intent(msgspec.Struct, frozen=True, gc=False):
+    """See `storage.schema.RequestIntent`."""
+
+    identity: Identity
+    boundary: int
+    cursor: int
+    resource: str
+    revision: int
+    digest: str
+
+
+class Result(msgspec.Struct, frozen=True, gc=False):
+    """See `storage.schema.RequestResult`."""
+
+    identity: Identity
+    boundary: int
+    cursor: int
+    resource: str
+    revision: int
+    digest: str
+    reply: bytes
+
+
+class Exported(msgspec.Struct, frozen=True, gc=False):
+    """See `storage.schema.ResourceExported`."""
+
+    identity: Identity
+    resource: str
+    revision: int
+    state: bytes
+
+
+Progress = Turn | Answered | Intent | Result | Exported
+"""What a live attempt has done, in the order in which it did it."""
 
 
 class Ended(msgspec.Struct, frozen=True, gc=False):
@@ -128,17 +182,20 @@ class Report(msgspec.Struct, frozen=True, gc=False):
     digest: str
     size: int
     inline: bytes | None
-    turns: tuple[Turn, ...]
+    turns: tuple[Progress, ...]
     ended: tuple[Ended, ...]
     plain: tuple[PlainEnded, ...] = ()
     batches: tuple[tuple[int, int, int, int], ...] = ()
 
 
 class Accepted(msgspec.Struct, frozen=True):
-    """The answer to a report: how many entries counted, and how many came too late or twice and changed nothing."""
+    """The answer to a report: how many entries counted, and how many came too late or twice and changed nothing. What
+    counted is durable when record `seq` is; the attempts `over` are not live, whatever they still do."""
 
     accepted: int
     ignored: int
+    seq: int = -1
+    over: tuple[Identity, ...] = ()
 
 
 class Grant(msgspec.Struct, frozen=True):

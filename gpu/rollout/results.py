@@ -15,11 +15,12 @@ from gpu.rollout.admission import Admission
 from gpu.rollout.books import Books
 from gpu.rollout.judging import Judging
 from gpu.rollout.limits import Limits
-from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report, Turn
+from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report
+from gpu.rollout.progress import Applied, apply_progress
 from gpu.rollout.scheduler import Scheduler, spent
 from storage import schema
 from storage.errors import TwoOwners
-from storage.ledger import GENERATING, LIVE, RESERVED, UNKNOWN_VERSION, Group, Rollout, next_samples
+from storage.ledger import GENERATING, LIVE, RESERVED, UNKNOWN_VERSION, Boundary, Group, Rollout, next_samples
 from storage.rollout_transitions import SIBLING_ENDED
 
 _SEALED = Outcome.SEALED
@@ -64,50 +65,30 @@ class Results:
 
     def report(self, report: Report) -> Accepted:
         """Apply a report; repeating it changes nothing. Raises `TwoOwners` for a block of another content."""
-        turns, sealed, failed = self._sort(report)
-        if turns or sealed:
-            self._check_block(report)
-            self._store_block(report)
-        for turn in turns:
-            self._commit_turn(report.block, turn)
+        applied = apply_progress(self._books, report, self._current, self._use_block, self.ignored)
+        sealed, failed = self._sort(report, applied)
         if sealed:
+            self._use_block(report)
             self._seal(report.block, sealed)
         for ended in failed:
             self.abandon(ended.identity, ended.outcome, ended.detail)
-        accepted = len(turns) + len(sealed) + len(failed)
-        return Accepted(accepted, len(report.turns) + len(report.ended) - accepted)
+        accepted = applied.accepted + len(sealed) + len(failed)
+        over = tuple(applied.over)
+        return Accepted(accepted, len(report.turns) + len(report.ended) - accepted, self._books.journal.last_seq, over)
 
     # ------------------------------------------------------------------ which members count
 
-    def _sort(self, report: Report) -> tuple[list[Turn], list[Ended], list[Ended]]:
-        """Turns that count, attempts to seal, attempts that failed."""
-        turns: list[Turn] = []
+    def _sort(self, report: Report, applied: Applied) -> tuple[list[Ended], list[Ended]]:
+        """Attempts to seal, attempts that failed."""
         sealed: list[Ended] = []
-        failed: list[Ended] = []
-        progress: dict[Identity, Turn] = {}
+        failed = list(applied.failed)
         # Kept only where parts of one report can speak for the same thing.
-        seen: set[int] = set()  # rollouts that a turn or an end of this report has spoken for
-        rows: set[int] = set()  # of the report's block, each one rollout's
+        seen, rows = applied.spoken, applied.rows
         policy = self._books.ledger.policy
         newest = policy.number if policy is not None else UNKNOWN_VERSION
-        for turn in report.turns:
-            rollout = self._current(turn.identity)
-            before = progress.get(turn.identity)
-            if rollout is None or turn.boundary != (before.boundary + 1 if before else rollout.boundaries):
-                self.ignored["turn"] += 1
-            elif detail := _turn_problem(turn, rollout, before, newest):
-                seen.add(id(rollout))
-                failed.append(Ended(turn.identity, Outcome.MALFORMED, detail=detail))
-            elif turn.row in rows:
-                seen.add(id(rollout))
-                failed.append(Ended(turn.identity, Outcome.MALFORMED, detail=f"row {turn.row} is another's"))
-            else:
-                rows.add(turn.row)
-                progress[turn.identity] = turn
-                turns.append(turn)
         groups, last = self._books.ledger.groups, self._limits.num_siblings - 1
         entangled = bool(report.turns) or _repeats(report.ended)
-        taken, latest = False, None
+        taken = False
         for ended in report.ended:
             identity = ended.identity
             # As `_current`, without the call: this loop is most of what a rollout costs here.
@@ -125,7 +106,7 @@ class Results:
             latest = rollout.boundary
             if entangled:
                 seen.add(id(rollout))
-                latest, taken = progress.get(identity, latest), ended.row in rows
+                taken = ended.row in rows
             if ended.outcome is not _SEALED:
                 failed.append(ended)
             elif (
@@ -134,7 +115,7 @@ class Results:
                 or ended.tokens < 1
                 or not rollout.minted_version <= ended.oldest <= newest
                 or not isfinite(ended.reward)
-                or (ended.samples != 1 if latest is None else ended.samples - 1 not in next_samples(latest.sample))
+                or (ended.samples != 1 if latest is None else not _fits(ended, latest))
             ):
                 problem = f"row {ended.row} is another's" if taken else _problem(ended, rollout, newest)
                 failed.append(Ended(identity, Outcome.MALFORMED, detail=problem))
@@ -142,7 +123,7 @@ class Results:
                 if entangled:
                     rows.add(ended.row)
                 sealed.append(ended)
-        return turns, sealed, failed
+        return sealed, failed
 
     def _current(self, identity: Identity) -> Rollout | None:
         """The rollout whose live attempt is exactly this one."""
@@ -160,8 +141,8 @@ class Results:
 
     # ------------------------------------------------------------------ what they do
 
-    def _check_block(self, report: Report) -> None:
-        """A block's name stands for one content. Raises `TwoOwners`, having settled nothing."""
+    def _use_block(self, report: Report) -> None:
+        """The rows of the report's block are about to be named. Raises `TwoOwners`: a name stands for one content."""
         known = self._books.ledger.blocks.get(report.block)
         if known is not None and known.digest != report.digest:
             raise TwoOwners(
@@ -170,33 +151,13 @@ class Results:
                 action="two workers use one name; stop both and run verify",
                 code="token_row",
             )
-
-    def _store_block(self, report: Report) -> None:
-        ledger = self._books.ledger
-        if report.block in ledger.blocks:
+        if known is not None:
             return
         inline = report.inline is not None
         stored = schema.PayloadStored(report.block, report.digest, report.size, inline, report.batches)
         self._books.record(stored, report.inline)
         if report.inline is not None:
             self._books.hot.put(report.block, report.inline)
-
-    def _commit_turn(self, block: str, turn: Turn) -> None:
-        identity = turn.identity
-        self._books.record(
-            schema.TurnCommitted(
-                identity.group,
-                identity.sibling,
-                identity.attempt,
-                turn.boundary,
-                turn.turn,
-                turn.sample,
-                block,
-                turn.row,
-                turn.oldest,
-                turn.state,
-            )
-        )
 
     def _seal(self, block: str, sealed: list[Ended]) -> None:
         identities = [ended.identity for ended in sealed]
@@ -313,14 +274,19 @@ class Results:
             schema.AttemptAbandoned(identity.group, identity.sibling, identity.attempt, outcome.value, detail[:300])
         )
         self._end(identity)
-        self._retry(self._books.ledger.groups[identity.group], identity.sibling, outcome)
+        group = self._books.ledger.groups[identity.group]
+        if outcome is Outcome.NOT_CONTINUABLE and group.rollouts[identity.sibling].boundary is not None:
+            self._books.record(
+                schema.ContinuationDiscarded((identity.group,), (identity.sibling,), detail[:300] or outcome.value)
+            )
+        self._retry(group, identity.sibling, outcome)
 
     def _retry(self, group: Group, sibling: int, outcome: Outcome) -> None:
         rollout = group.rollouts[sibling]
         if group.recipe.recovery == "prompt_group":
             self._redo_whole(group)
         self._scheduler.waits(group.ordinal)
-        if outcome not in (Outcome.ENGINE_LOST, Outcome.WORKER_LOST):
+        if outcome not in (Outcome.ENGINE_LOST, Outcome.WORKER_LOST, Outcome.NOT_CONTINUABLE):
             self._scheduler.backoff.put(group.ordinal, rollout.failures, self._books.clock.monotonic())
         self._quarantine_if_spent(group)
 
@@ -372,13 +338,8 @@ def _problem(ended: Ended, rollout: Rollout, newest: int) -> str:
     return f"{ended.samples} samples, which do not follow from the turns before"
 
 
-def _turn_problem(turn: Turn, rollout: Rollout, before: Turn | None, newest: int) -> str:
-    """Which rule a turn breaks, or "". `before` is the turn before it when that is in the same report, `newest` the
-    last published version."""
-    last = before or rollout.boundary
-    number, sample = (last.turn, last.sample) if last else (-1, -1)
-    if not rollout.minted_version <= turn.oldest <= newest:
-        return f"tokens of version {turn.oldest}, dispatched at {rollout.minted_version}, published up to {newest}"
-    if turn.row < 0 or turn.turn != number + 1:
-        return f"turn {turn.turn} in row {turn.row} after turn {number}"
-    return "" if turn.sample in next_samples(sample) else f"sample {turn.sample} after sample {sample}"
+def _fits(ended: Ended, last: Boundary) -> bool:
+    """Whether the last turn follows from the boundary before it."""
+    if last.pending:
+        return ended.samples - 1 == last.sample and not (last.requests and last.requests[-1].reply is None)
+    return ended.samples - 1 in next_samples(last.sample)

@@ -18,6 +18,7 @@ from gpu.rollout.limits import Limits, Submission
 from gpu.rollout.messages import Continuation, Dispatch, Identity, Wait
 from gpu.rollout.plain import Plain
 from gpu.rollout.staleness import room
+from gpu.rollout.topology import NO_RESOURCES, Topology
 from storage import schema
 from storage.ledger import GENERATING, UNKNOWN_VERSION, WAITING, Boundary, Group, Rollout
 
@@ -26,8 +27,17 @@ class Scheduler:
     """`version` is the policy version every serving engine has confirmed, None while no engine serves. `length` is the
     number of ordinals of the source, None when endless. `plain` executions share E, its queue and `active`."""
 
-    def __init__(self, books: Books, limits: Limits, admission: Admission, length: int | None, plain: Plain) -> None:
+    def __init__(
+        self,
+        books: Books,
+        limits: Limits,
+        admission: Admission,
+        length: int | None,
+        plain: Plain,
+        topology: Topology = NO_RESOURCES,
+    ) -> None:
         self._books, self._limits, self._admission, self._length = books, limits, admission, length
+        self._topology = topology
         self._plain = plain
         self._queue: deque[Dispatch] = deque()
         self._waiting: dict[int, None] = dict.fromkeys(
@@ -181,8 +191,7 @@ class Scheduler:
             rows=rollout.rows,
             blocks={name: self._books.ledger.blocks[name] for name in names},
             hot={name: data for name in names if (data := self._books.hot.get(name)) is not None},
-            turn=boundary.turn,
-            state=boundary.state,
+            at=boundary,
         )
 
     def _fill(self) -> None:
@@ -255,9 +264,21 @@ class Scheduler:
             version = self.version
             self._queue.extend([Dispatch(identity, version, 0) for identity in minted])
 
+    def give_up(self, group: Group, siblings: list[int]) -> int:
+        """Drop the turns from which these waiting siblings cannot go on; returns of how many."""
+        lost: dict[str, list[int]] = {}
+        for sibling in siblings:
+            at = group.rollouts[sibling].boundary
+            if at is not None and (reason := self._topology.why_not_continuable(at)):
+                lost.setdefault(reason, []).append(sibling)
+        for reason, found in lost.items():
+            self._books.record(schema.ContinuationDiscarded((group.ordinal,) * len(found), tuple(found), reason))
+        return sum(map(len, lost.values()))
+
     def _mint(self, group: Group, siblings: list[int]) -> list[Dispatch]:
         assert self.version is not None
         ledger = self._books.ledger
+        self.give_up(group, siblings)
         rollouts = [group.rollouts[sibling] for sibling in siblings]
         attempts = tuple(rollout.attempt + 1 for rollout in rollouts)
         boundaries = tuple(rollout.boundary.index if rollout.boundary else -1 for rollout in rollouts)

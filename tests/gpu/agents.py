@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from typing import Any
+
 import numpy as np
 
-from gpu.environments.agent import Agent, Generate
+from gpu.environments.agent import Agent, Generate, Turned
 from gpu.environments.base import Environment
+from gpu.environments.resources import Reply
+from gpu.environments.tools import Exported
 from gpu.generation.engine import Cached, Finish, Generated, GenRequest, Version
 from gpu.generation.fake_engine import FakeEngine
 from gpu.models.tokenizer import CharTokenizer, Message
@@ -16,15 +21,42 @@ TOKENIZER = CharTokenizer()
 
 
 class Sink:
+    """Keeps what an agent reports. `records` are its actions, in order; `durable` is called with each intent."""
+
     def __init__(self) -> None:
         self.turns: list[tuple[int, TurnRow, bytes]] = []
         self.ended: list[TurnRow] = []
+        self.records: list[tuple[Any, ...]] = []
+        self.durable: Callable[[int, int], None] = lambda boundary, cursor: None
 
-    def turn(self, dispatch: Dispatch, boundary: int, row: TurnRow, state: bytes) -> None:
-        self.turns.append((boundary, row, state))
+    def turn(
+        self,
+        dispatch: Dispatch,
+        boundary: int,
+        turned: Turned,
+        state: bytes,
+        revisions: dict[str, int],
+        exports: Sequence[Exported],
+    ) -> None:
+        self.turns.append((boundary, turned.call, state))
+        self.records.append(("turn", boundary, turned, state, revisions, tuple(exports)))
 
-    def end(self, dispatch: Dispatch, row: TurnRow) -> None:
-        self.ended.append(row)
+    def answered(self, dispatch: Dispatch, boundary: int, call: TurnRow) -> None:
+        self.records.append(("answered", boundary, call))
+
+    async def intent(
+        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
+    ) -> None:
+        self.records.append(("intent", boundary, cursor, resource, revision, digest))
+        self.durable(boundary, cursor)
+
+    def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
+        self.records.append(("result", boundary, cursor, resource, digest, reply))
+
+    def end(self, dispatch: Dispatch, turned: Turned) -> None:
+        assert turned.row is not None
+        self.ended.append(turned.row)
+        self.records.append(("end", turned))
 
     @property
     def rows(self) -> list[TurnRow]:

@@ -14,6 +14,7 @@ from gpu.generation.engine import Finish
 from gpu.models.tokenizer import Message
 from gpu.rollout.messages import Continuation, Dispatch
 from storage.errors import ConfigurationRefused, ContinuationInvalid
+from storage.ledger import Boundary
 from storage.payload import TurnRow
 from storage.samples import assemble_slot
 from tests.gpu.agents import TOKENIZER, Sink, agent, dispatch, scripted
@@ -69,7 +70,7 @@ async def test_a_rollout_killed_after_any_turn_goes_on_with_the_same_tokens_and_
     boundary, _, state = whole.turns[cut - 1]
     before = [row for _, row, _ in whole.turns[:cut]]
     resumed = Sink()
-    continuation = Continuation((), {}, {}, cut - 1, state)
+    continuation = Continuation((), {}, {}, Boundary(boundary, cut - 1, 0, state, 0, 0, 0))
     generate = scripted(*answers[cut:], finish=Finish.LENGTH)
     await agent(environment, generate, resumed).run(dispatch(9, 1, boundary + 1, continuation), before)
     assert len(generate.prompts) == 5 - cut, "finished turns are not generated again"
