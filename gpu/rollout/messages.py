@@ -81,7 +81,7 @@ class Work(msgspec.Struct, frozen=True):
     engines: tuple[str, ...]
 
 
-class Turn(msgspec.Struct, frozen=True, gc=False):
+class Turn(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A finished turn of a live attempt, see `storage.schema.TurnCommitted`: row `row` of the report's block, -1
     without one; the agent's and the environment's state after it."""
 
@@ -97,7 +97,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     revisions: dict[str, int] = {}
 
 
-class Answered(msgspec.Struct, frozen=True, gc=False):
+class Answered(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The answer of a live attempt that is about to be acted on, see `storage.schema.ModelAnswered`."""
 
     identity: Identity
@@ -110,7 +110,7 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
     oldest: int
 
 
-class Intent(msgspec.Struct, frozen=True, gc=False):
+class Intent(msgspec.Struct, frozen=True, gc=False, tag=True):
     """See `storage.schema.RequestIntent`."""
 
     identity: Identity
@@ -121,7 +121,7 @@ class Intent(msgspec.Struct, frozen=True, gc=False):
     digest: str
 
 
-class Result(msgspec.Struct, frozen=True, gc=False):
+class Result(msgspec.Struct, frozen=True, gc=False, tag=True):
     """See `storage.schema.RequestResult`."""
 
     identity: Identity
@@ -133,7 +133,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     reply: bytes
 
 
-class Exported(msgspec.Struct, frozen=True, gc=False):
+class Exported(msgspec.Struct, frozen=True, gc=False, tag=True):
     """See `storage.schema.ResourceExported`."""
 
     identity: Identity

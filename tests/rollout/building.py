@@ -129,7 +129,7 @@ class Bench:
     def rows(self, dispatches: list[Dispatch], reward: float, version: int | None = None) -> list[TurnRow]:
         """The last turns of attempts."""
         return [
-            self.row(d, d.continuation.turn + 1 if d.continuation else 0, d.version if version is None else version,
+            self.row(d, d.continuation.at.turn + 1 if d.continuation else 0, d.version if version is None else version,
                      reward)
             for d in dispatches
         ]  # fmt: skip
@@ -158,7 +158,7 @@ class Bench:
         self.blocks += 1
         row = self.row(dispatch, turn, dispatch.version, 0.0, done=False)
         block = encode_block(f"{self.control.ledger.incarnation}-w-{self.blocks}", [row])
-        made = Turn(dispatch.identity, boundary, turn, 0, 0, dispatch.version, b"state")
+        made = Turn(dispatch.identity, boundary, turn, 0, 0, 2 * turn, 2, dispatch.version, b"state")
         return Report("w", block.name, block.digest, len(block.data), block.data, (made,), ())
 
     def seal(self, dispatches: list[Dispatch], reward: float = 1.0, version: int | None = None) -> None:

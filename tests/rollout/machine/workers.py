@@ -39,7 +39,7 @@ class Workers(World):
                 continue
             assert identity in self.oracle.live
             slot = self.oracle.groups[identity.group].slots[identity.sibling]
-            assert (continuation.turn + 1 if continuation else 0) == slot.turns, "on from the last durable turn"
+            assert (continuation.at.turn + 1 if continuation else 0) == slot.turns, "on from the last durable turn"
             self.running.append(Attempt(dispatch, worker, dispatch.boundary, list(slot.samples)))
         return bool(taken)
 
@@ -96,7 +96,10 @@ class Workers(World):
         for row, attempt in enumerate(attempts := self._some(rng, 3)):
             version, sample = self._version(attempt, rng), _next(attempt, rng)
             rows.append(self._row(attempt, sample, version, 0.0, done=False))
-            turns.append(Turn(attempt.identity, attempt.boundary, len(attempt.samples), sample, row, version, b"state"))
+            start = 2 * attempt.samples.count(sample)
+            turns.append(
+                Turn(attempt.identity, attempt.boundary, len(attempt.samples), sample, row, start, 2, version, b"state")
+            )
             attempt.samples.append(sample)
             attempt.boundary += 1
         if attempts:
