@@ -67,6 +67,7 @@ bench: $(VENV)/.installed
 	$(BIN)/python benchmarks/rollout.py --json
 	$(BIN)/python benchmarks/storage.py --json
 	$(BIN)/python benchmarks/checkpoints.py --json
+	$(BIN)/python benchmarks/turns.py --json
 	$(BIN)/python benchmarks/async_gain.py
 
 lint: $(VENV)/.installed

@@ -450,6 +450,8 @@ KINDS: dict[str, type[Record]] = {
     "config_changed": ConfigChanged,
     "run_finished": RunFinished,
 }
+BYTES: dict[type[Record], str] = {TurnCommitted: "state", RequestResult: "reply", ResourceExported: "state"}
+"""Fields that lie beside the JSON body of their record, as bytes: they are most of it."""
 KIND_OF: dict[type[Record], str] = {record: kind for kind, record in KINDS.items()}
 
 

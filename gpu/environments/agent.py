@@ -33,13 +33,20 @@ class GenerationAborted(Exception):
     """The engine ended a request before its time: the attempt is aborted."""
 
 
-class AgentState(msgspec.Struct, frozen=True):
-    """What goes on after a turn: the environment's answer as token ids, whether it opens a new sample, and the
-    environment's exported state."""
+class AgentState(msgspec.Struct, frozen=True, array_like=True):
+    """What goes on after a turn: the environment's answer as token ids (int32, little-endian), whether it opens a new
+    sample, and the environment's exported state."""
 
-    answer: tuple[int, ...]
+    answer: bytes
     new_context: bool
     environment: bytes
+
+    def tokens(self) -> list[int]:
+        return np.frombuffer(self.answer, "<i4").tolist()
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], environment: bytes, *, new_context: bool) -> AgentState:
+        return cls(np.array(tokens, "<i4").tobytes(), new_context, environment)
 
 
 class _Place(NamedTuple):
@@ -243,26 +250,26 @@ class _Progress:
 def _restore(episode: Episode, at: Boundary | None) -> None:
     """Bring the environment to where the last finished turn left it."""
     if at is not None and at.state and episode.checkpoint_mode is CheckpointMode.EXPORT_RESTORE:
-        episode.restore_state(msgspec.json.decode(at.state, type=AgentState).environment)
+        episode.restore_state(msgspec.msgpack.decode(at.state, type=AgentState).environment)
 
 
 def _place(before: Sequence[TurnRow], at: Boundary | None) -> _Place:
     """Where the turn after the last finished one stands."""
     assert at is not None, "only a continuation has turns before it"
-    state = msgspec.json.decode(at.state, type=AgentState)
+    state = msgspec.msgpack.decode(at.state, type=AgentState)
     done = [row for row in before if row.turn < at.turn] if at.pending else before
     last = done[-1].sample
     if state.new_context:
-        return _Place(last + 1, [], list(state.answer))
+        return _Place(last + 1, [], state.tokens())
     context = [token for row in done if row.sample == last for token in row.tokens.tolist()]
-    return _Place(last, context, list(state.answer))
+    return _Place(last, context, state.tokens())
 
 
 def _state(episode: Episode, place: _Place) -> bytes:
     """What the turn at `place` needs to begin."""
     exports = episode.checkpoint_mode is CheckpointMode.EXPORT_RESTORE
     environment = episode.export_state() if exports else b""
-    return msgspec.json.encode(AgentState(tuple(place.fresh), not place.context, environment))
+    return msgspec.msgpack.encode(AgentState.of(place.fresh, environment, new_context=not place.context))
 
 
 def _call(identity: Identity, turn: int, place: _Place, generated: Generated) -> TurnRow:

@@ -32,7 +32,7 @@ async def test_a_compacted_conversation_goes_on_in_a_sample_of_its_own() -> None
     assert [(row.turn, row.sample, row.start, row.done) for row in sink.rows] == [
         (0, 0, 0, False), (1, 0, 2, False), (2, 1, 0, False), (3, 1, 4, False), (4, 2, 0, True)
     ]  # fmt: skip
-    assert [msgspec.json.decode(state, type=AgentState).new_context for _, _, state in sink.turns] == [
+    assert [msgspec.msgpack.decode(state, type=AgentState).new_context for _, _, state in sink.turns] == [
         False, True, False, True
     ]  # fmt: skip
     samples = assemble_slot(sink.rows, GROUP, 0)

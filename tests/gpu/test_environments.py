@@ -121,7 +121,7 @@ async def test_turns_of_an_environment_that_can_only_restart_come_with_the_end()
     sink.end = ending
     await agent(Restarting(), generate, sink).run(dispatch(), [])
     assert seen == [1]
-    assert msgspec.json.decode(sink.turns[0][2], type=AgentState).environment == b""
+    assert msgspec.msgpack.decode(sink.turns[0][2], type=AgentState).environment == b""
 
 
 async def test_a_broken_world_and_an_endless_one_raise_and_give_no_reward() -> None:
