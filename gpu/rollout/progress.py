@@ -92,10 +92,10 @@ def _problem(entry: Progress, rollout: Rollout, rows: set[int], newest: int) -> 
     last = rollout.boundary
     if entry.row in rows:
         return f"row {entry.row} is another's"
+    if last is not None and last.pending:
+        return ""  # its tokens are known; they may be of an older attempt
     if not rollout.minted_version <= entry.oldest <= newest:
         return f"tokens of version {entry.oldest}, dispatched at {rollout.minted_version}, published up to {newest}"
-    if last is not None and last.pending:
-        return ""
     number, sample = (last.turn, last.sample) if last else (-1, -1)
     if entry.row < 0 or entry.turn != number + 1:
         return f"turn {entry.turn} in row {entry.row} after turn {number}"

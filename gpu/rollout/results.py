@@ -113,7 +113,7 @@ class Results:
                 taken
                 or ended.row < 0
                 or ended.tokens < 1
-                or not rollout.minted_version <= ended.oldest <= newest
+                or not (_lowest(rollout) if latest else rollout.minted_version) <= ended.oldest <= newest
                 or not isfinite(ended.reward)
                 or (ended.samples != 1 if latest is None else not _fits(ended, latest))
             ):
@@ -333,9 +333,16 @@ def _problem(ended: Ended, rollout: Rollout, newest: int) -> str:
         return f"reward {ended.reward} is not finite"
     if ended.tokens < 1 or ended.row < 0:
         return "no generated token"
-    if not rollout.minted_version <= ended.oldest <= newest:
+    if not _lowest(rollout) <= ended.oldest <= newest:
         return f"tokens of version {ended.oldest}, dispatched at {rollout.minted_version}, published up to {newest}"
     return f"{ended.samples} samples, which do not follow from the turns before"
+
+
+def _lowest(rollout: Rollout) -> int:
+    """The oldest version that may have generated the last turn: an answer that is acted on may be of an older
+    attempt."""
+    acted_on = rollout.boundary is not None and rollout.boundary.pending
+    return rollout.oldest if acted_on else rollout.minted_version
 
 
 def _fits(ended: Ended, last: Boundary) -> bool:
