@@ -1,8 +1,8 @@
 """The agent loop: one rollout from its first prompt, or from its last boundary, to its reward.
 
-Each turn's tokens go to `RolloutSink` when the turn ends, or before its first action that changes a resource. An
-environment may replace the context: the rollout then goes on in a new output sample. What the loop raises ends the
-attempt; it never becomes a reward.
+Each turn's tokens go to `RolloutSink` when the turn ends, or before its first action that changes a resource, and are
+durable before the rollout's next model call. An environment may replace the context: the rollout then goes on in a new
+output sample. What the loop raises ends the attempt; it never becomes a reward.
 """
 
 from __future__ import annotations
@@ -84,15 +84,17 @@ class RolloutSink(Protocol):
         """An answer that is about to be acted on."""
         ...
 
-    async def intent(
+    def intent(
         self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
-    ) -> None:
-        """Returns when it is durable, with everything before it."""
-        ...
+    ) -> None: ...
 
     def result(
         self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply
     ) -> None: ...
+
+    async def settled(self, dispatch: Dispatch) -> None:
+        """Returns when everything is durable that the attempt has reported."""
+        ...
 
     def end(self, dispatch: Dispatch, turned: Turned) -> None:
         """The last turn, with the reward in its row."""
@@ -162,7 +164,7 @@ class Agent:
                 await tools.end()
                 return
             place = self._next(place, call, result, stopped)
-            progress.turn(turned, _state(episode, place), revisions, exports)
+            await progress.turn(turned, _state(episode, place), revisions, exports)
         raise ContinuationInvalid(
             f"rollout {identity} is not done after {self._environment.max_turns} turns",
             expected="an end by then",
@@ -213,10 +215,13 @@ class _Progress:
         self.hold_back = False
         self.call: TurnRow | None = None
 
-    def turn(self, turned: Turned, state: bytes, revisions: dict[str, int], exports: Sequence[Exported]) -> None:
+    async def turn(self, turned: Turned, state: bytes, revisions: dict[str, int], exports: Sequence[Exported]) -> None:
+        """The next model call of the rollout waits until the turn is durable, so that a crash never costs more than the
+        turn in flight."""
         self._held.append(_Held(turned, state, revisions, exports))
         if not self.hold_back:
             self._flush()
+            await self._sink.settled(self._dispatch)
 
     def _flush(self) -> None:
         for held in self._held:
@@ -241,7 +246,8 @@ class _Progress:
         return boundary
 
     async def intent(self, boundary: int, cursor: int, resource: str, revision: int, digest: str) -> None:
-        await self._sink.intent(self._dispatch, boundary, cursor, resource, revision, digest)
+        self._sink.intent(self._dispatch, boundary, cursor, resource, revision, digest)
+        await self._sink.settled(self._dispatch)
 
     def result(self, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
         self._sink.result(self._dispatch, boundary, cursor, resource, digest, reply)

@@ -51,9 +51,10 @@ class Suites:
     def answered(self, dispatch: Dispatch, boundary: int, call: TurnRow) -> None:
         pass
 
-    async def intent(
-        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
-    ) -> None:
+    def intent(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str) -> None:
+        pass
+
+    async def settled(self, dispatch: Dispatch) -> None:
         """Nothing goes on after a crash here: an attempt that is lost starts over, with sessions of its own."""
 
     def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:

@@ -85,11 +85,17 @@ class AttemptOver(Exception):
 
 
 class _Out(NamedTuple):
-    """What is to be reported, with its token row; `durable` is told when it is, or that the attempt is over."""
+    """What is to be reported, with its token row."""
 
     row: TurnRow | None
     entry: Entry
-    durable: asyncio.Future[None] | None = None
+
+
+class _Wait(NamedTuple):
+    """Somebody waits until everything before it is durable; `durable` is told then, or that the attempt is over."""
+
+    identity: Identity
+    durable: asyncio.Future[None]
 
 
 class RolloutWorker:
@@ -119,7 +125,8 @@ class RolloutWorker:
         self._clients: dict[str, EngineClient] = {}
         self._serving: tuple[str, ...] = ()
         self._running: dict[asyncio.Task[None], Identity] = {}
-        self._out: list[_Out] = []
+        self._out: list[_Out | _Wait] = []
+        self._seq = -1
         self._settling: set[asyncio.Task[None]] = set()
         self._reported = Signal()
         self._blocks = 0
@@ -238,15 +245,17 @@ class RolloutWorker:
         one = dispatch.identity
         self._push(call, Answered(one, boundary, call.turn, call.sample, -1, call.start, len(call.tokens), call.oldest))
 
-    async def intent(
-        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
-    ) -> None:
-        durable = asyncio.get_running_loop().create_future()
-        self._push(None, Intent(dispatch.identity, boundary, cursor, resource, revision, digest), durable)
-        await durable
+    def intent(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str) -> None:
+        self._push(None, Intent(dispatch.identity, boundary, cursor, resource, revision, digest))
 
     def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
         self._push(None, Result(dispatch.identity, boundary, cursor, resource, reply.revision, digest, reply.content))
+
+    async def settled(self, dispatch: Dispatch) -> None:
+        durable = asyncio.get_running_loop().create_future()
+        self._out.append(_Wait(dispatch.identity, durable))
+        self._reported.notify()
+        await durable
 
     def end(self, dispatch: Dispatch, turned: Turned) -> None:
         assert turned.row is not None, "the last turn says that it is done"
@@ -257,8 +266,8 @@ class RolloutWorker:
 
     # ------------------------------------------------------------------ reports
 
-    def _push(self, row: TurnRow | None, entry: Entry, durable: asyncio.Future[None] | None = None) -> None:
-        self._out.append(_Out(row, entry, durable))
+    def _push(self, row: TurnRow | None, entry: Entry) -> None:
+        self._out.append(_Out(row, entry))
         self._reported.notify()
 
     async def _report_loop(self) -> None:
@@ -270,14 +279,17 @@ class RolloutWorker:
                 await asyncio.sleep(LINGER_S)
                 continue
             batch, self._out = self._out[:MAX_REPORT], self._out[MAX_REPORT:]
-            report = await asyncio.to_thread(self._encode, batch)
-            accepted = await self._manager.report(self._incarnation, report)
-            self._stop_attempts(accepted.over)
-            waiting = {out.entry.identity: out.durable for out in batch if out.durable is not None}
-            for identity in accepted.over:
-                _tell(waiting.pop(identity, None), AttemptOver())
+            waiting = {one.identity: one.durable for one in batch if isinstance(one, _Wait)}
+            said = [one for one in batch if isinstance(one, _Out)]
+            if said:
+                report = await asyncio.to_thread(self._encode, said)
+                accepted = await self._manager.report(self._incarnation, report)
+                self._seq = accepted.seq
+                self._stop_attempts(accepted.over)
+                for identity in accepted.over:
+                    _tell(waiting.pop(identity, None), AttemptOver())
             if waiting:
-                settling = asyncio.create_task(self._settle(accepted.seq, list(waiting.values())))
+                settling = asyncio.create_task(self._settle(self._seq, list(waiting.values())))
                 self._settling.add(settling)
                 settling.add_done_callback(self._settling.discard)
 
@@ -309,7 +321,7 @@ class RolloutWorker:
         turns: list[Progress] = []
         ended: list[Ended] = []
         plain: list[PlainEnded] = []
-        for at, (row, entry, _) in enumerate(batch):
+        for at, (row, entry) in enumerate(batch):
             if isinstance(entry, PlainEnded):
                 plain.append(entry)
             elif isinstance(entry, Ended):

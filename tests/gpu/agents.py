@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -21,13 +21,12 @@ TOKENIZER = CharTokenizer()
 
 
 class Sink:
-    """Keeps what an agent reports. `records` are its actions, in order; `durable` is called with each intent."""
+    """Keeps what an agent reports. `records` are its actions, in order."""
 
     def __init__(self) -> None:
         self.turns: list[tuple[int, TurnRow, bytes]] = []
         self.ended: list[TurnRow] = []
         self.records: list[tuple[Any, ...]] = []
-        self.durable: Callable[[int, int], None] = lambda boundary, cursor: None
 
     def turn(
         self,
@@ -44,11 +43,11 @@ class Sink:
     def answered(self, dispatch: Dispatch, boundary: int, call: TurnRow) -> None:
         self.records.append(("answered", boundary, call))
 
-    async def intent(
-        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
-    ) -> None:
+    def intent(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str) -> None:
         self.records.append(("intent", boundary, cursor, resource, revision, digest))
-        self.durable(boundary, cursor)
+
+    async def settled(self, dispatch: Dispatch) -> None:
+        self.records.append(("settled",))
 
     def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
         self.records.append(("result", boundary, cursor, resource, digest, reply))

@@ -183,13 +183,14 @@ class OneRollout:
             len(call.tokens), call.oldest,
         ))  # fmt: skip
 
-    async def intent(
-        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
-    ) -> None:
+    def intent(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str) -> None:
         number = dispatch.identity.attempt
         self._report(schema.RequestIntent(0, 0, number, boundary, cursor, resource, revision, digest))
+
+    async def settled(self, dispatch: Dispatch) -> None:
+        asked = bool(self._waiting) and isinstance(self._waiting[-1], schema.RequestIntent)
         self._durable()
-        if self._reported - 1 == self.dies_after_intent:
+        if asked and self._reported - 1 == self.dies_after_intent:
             raise Death
 
     def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
