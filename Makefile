@@ -9,6 +9,7 @@ SIMULATIONS ?= 20000
 CLAIMS ?= 200
 BOUNDARIES ?= 60
 FAULTS ?= 60
+TURNS ?= 50
 VENV := .venv
 BIN := $(VENV)/bin
 # Compute libraries would start a spinning thread per core in every process.
@@ -24,6 +25,7 @@ help:
 	@echo "make test               the tests (under 10 minutes)"
 	@echo "make faults             the long fault runs: KILLS=$(KILLS) of each process, CLAIMS=$(CLAIMS) races of two claimants,"
 	@echo "                        BOUNDARIES=$(BOUNDARIES) deaths at a write of a run in each store,"
+	@echo "                        TURNS=$(TURNS) moments of a kill during ten-turn rollouts,"
 	@echo "                        SIMULATIONS=$(SIMULATIONS) interleavings, FAULTS=$(FAULTS) real faults on Ray, files and S3"
 	@echo "make bench              benchmarks"
 	@echo "make lint, make format  static checks; put the code in order"
@@ -57,7 +59,7 @@ test: $(VENV)/.installed
 	test $$others -eq 0 && test $$faults -eq 0 && test $$clusters -eq 0
 
 faults: $(VENV)/.installed
-	TIDEGATE_KILLS=$(KILLS) TIDEGATE_CLAIMS=$(CLAIMS) TIDEGATE_BOUNDARIES=$(BOUNDARIES) \
+	TIDEGATE_KILLS=$(KILLS) TIDEGATE_CLAIMS=$(CLAIMS) TIDEGATE_BOUNDARIES=$(BOUNDARIES) TIDEGATE_TURNS=$(TURNS) \
 	  $(BIN)/python -m pytest --timeout=0 --durations=10 tests/faults tests/composition tests/flows/test_fencing.py \
 	  tests/simulation/test_every_segment.py tests/flows/test_demo.py::test_a_terminated_demo_stops_what_it_started
 	$(BIN)/python -m tests.simulation --seeds 0:$(SIMULATIONS) --world tiny
