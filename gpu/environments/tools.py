@@ -215,6 +215,9 @@ class Tools:
         if standing is Standing.UNKNOWN:
             raise _lost(f"it is not known whether {resource!r} has done {request.operation!r}")
         if reply is None:
+            # The attempt that meant to do it may have gone before its intent was durable; said again, it changes
+            # nothing but that this waits for it.
+            await self._journal.intent(self._boundary, cursor, resource, request.revision, request.digest)
             return await self._make(resource, host, request, self._boundary, cursor)
         self._journal.result(self._boundary, cursor, resource, request.digest, reply)
         self._used[resource] = reply.revision

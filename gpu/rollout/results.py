@@ -16,7 +16,7 @@ from gpu.rollout.books import Books
 from gpu.rollout.judging import Judging
 from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report
-from gpu.rollout.progress import Applied, apply_progress
+from gpu.rollout.progress import Applied, apply_progress, first_version, version_problem
 from gpu.rollout.scheduler import Scheduler, spent
 from storage import schema
 from storage.errors import TwoOwners
@@ -104,6 +104,7 @@ class Results:
                 self.ignored[ended.outcome.value] += 1
                 continue
             latest = rollout.boundary
+            first = rollout.minted_version if latest is None or not latest.pending else rollout.oldest
             if entangled:
                 seen.add(id(rollout))
                 taken = ended.row in rows
@@ -113,7 +114,7 @@ class Results:
                 taken
                 or ended.row < 0
                 or ended.tokens < 1
-                or not (_lowest(rollout) if latest else rollout.minted_version) <= ended.oldest <= newest
+                or not first <= ended.oldest <= newest
                 or not isfinite(ended.reward)
                 or (ended.samples != 1 if latest is None else not _fits(ended, latest))
             ):
@@ -333,16 +334,9 @@ def _problem(ended: Ended, rollout: Rollout, newest: int) -> str:
         return f"reward {ended.reward} is not finite"
     if ended.tokens < 1 or ended.row < 0:
         return "no generated token"
-    if not _lowest(rollout) <= ended.oldest <= newest:
-        return f"tokens of version {ended.oldest}, dispatched at {rollout.minted_version}, published up to {newest}"
+    if not first_version(rollout) <= ended.oldest <= newest:
+        return version_problem(ended.oldest, rollout, newest)
     return f"{ended.samples} samples, which do not follow from the turns before"
-
-
-def _lowest(rollout: Rollout) -> int:
-    """The oldest version that may have generated the last turn: an answer that is acted on may be of an older
-    attempt."""
-    acted_on = rollout.boundary is not None and rollout.boundary.pending
-    return rollout.oldest if acted_on else rollout.minted_version
 
 
 def _fits(ended: Ended, last: Boundary) -> bool:

@@ -71,6 +71,11 @@ class OneRollout:
         self._reported = 0
 
     def put(self, record: schema.Record) -> None:
+        """As the manager does: an intent that is there already changes nothing."""
+        if isinstance(record, schema.RequestIntent):
+            at = self.rollout.boundary
+            if at is not None and record.boundary == at.index and record.cursor < len(at.requests):
+                return
         apply(self.ledger, self.ledger.next_seq, record)
         self.records.append(record)
 
