@@ -25,6 +25,7 @@ from storage.errors import ContinuationInvalid
 from storage.ledger import Boundary
 from storage.payload import TurnRow, account_row
 from storage.samples import assemble_slot, check_spans, misfit
+from storage.schema import Receipt
 
 Generate = Callable[[GenRequest], Awaitable[Generated]]
 
@@ -96,8 +97,8 @@ class RolloutSink(Protocol):
         """Returns when everything is durable that the attempt has reported."""
         ...
 
-    def end(self, dispatch: Dispatch, turned: Turned) -> None:
-        """The last turn, with the reward in its row."""
+    def end(self, dispatch: Dispatch, turned: Turned, receipts: tuple[Receipt, ...]) -> None:
+        """The last turn, with the reward in its row, and receipts of hosts that keep the result."""
         ...
 
 
@@ -160,7 +161,7 @@ class Agent:
             pending = None
             if result.done:
                 assemble_slot(rows, identity.group, identity.sibling)
-                progress.end(turned)
+                progress.end(turned, await self._complete(dispatch, tools, call, result))
                 await tools.end()
                 return
             place = self._next(place, call, result, stopped)
@@ -177,6 +178,16 @@ class Agent:
         run = self._run if dispatch.plain is None else f"{self._run}@{one.incarnation}"
         sessions = Sessions(run, one.group, one.sibling, one.attempt if at is None else at.root)
         return Tools(self.hosts, sessions, Claim(one.incarnation, one.attempt), task, seed, progress)
+
+    async def _complete(
+        self, dispatch: Dispatch, tools: Tools, call: TurnRow, result: StepResult
+    ) -> tuple[Receipt, ...]:
+        """Nobody would acknowledge what an evaluation came to."""
+        if dispatch.plain is not None:
+            return ()
+        rollout = f"g{call.group}/{call.sibling}"
+        said = {"rollout": rollout, "reward": result.reward, "turns": call.turn + 1}
+        return await tools.complete(said, call.attempt, call.turn)
 
     def _next(self, place: _Place, call: TurnRow, result: StepResult, stopped: bool) -> _Place:
         if result.new_context:
@@ -232,9 +243,9 @@ class _Progress:
         self._boundary += 1
         return self._boundary - 1
 
-    def end(self, turned: Turned) -> None:
+    def end(self, turned: Turned, receipts: tuple[Receipt, ...]) -> None:
         self._flush()
-        self._sink.end(self._dispatch, turned)
+        self._sink.end(self._dispatch, turned, receipts)
 
     # ------------------------------------------------------------------ `tools.Journal`
 

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from gpu.environments.base import CheckpointMode
 from gpu.environments.resources import (
     Claim,
@@ -24,6 +26,7 @@ from gpu.environments.resources import (
 )
 from storage.errors import ContinuationInvalid, ResourceInvalid, TidegateError
 from storage.ledger import Boundary, Export, Requested
+from storage.schema import Receipt
 
 
 class NotContinuable(TidegateError):
@@ -87,6 +90,7 @@ class Tools:
         self._lasting: dict[str, int] = {}
         """Revisions as the boundaries have them."""
         self._exported: dict[str, int] = {}
+        self._kept: set[str] = set()
         self._open = False
         self._cursor = 0
         self._boundary: int | None = None
@@ -138,9 +142,21 @@ class Tools:
             self._lasting = {name: revision for name, revision in self._used.items() if revision}
         return acted, dict(self._lasting), [] if last else await self._exports()
 
-    async def end(self) -> None:
-        """The rollout is over: its sessions too."""
+    async def complete(self, result: Mapping[str, Any], call_attempt: int, turn: int) -> tuple[Receipt, ...]:
+        """The receipts of hosts that keep the rollout's result. `call_attempt` made its last model call, in `turn`."""
+        capture = f"g{self._sessions.group}/{self._sessions.sibling}~{call_attempt}"
+        content, found = canonical(result), list[Receipt]()
         for resource in self._used:
+            host = self._hosts[resource]
+            receipt = await host.complete(self._sessions.name, self._claim, content, capture, f"{capture}.{turn}")
+            if receipt is not None:
+                found.append(replace(receipt, host=resource))
+        self._kept = {receipt.host for receipt in found}
+        return tuple(found)
+
+    async def end(self) -> None:
+        """The rollout is over: its sessions too, but for those whose host keeps its result."""
+        for resource in self._used.keys() - self._kept:
             await self._hosts[resource].end(self._sessions.name)
 
     # ------------------------------------------------------------------ one request

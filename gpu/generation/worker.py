@@ -7,9 +7,10 @@ ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -24,6 +25,8 @@ from gpu.generation.suites import MakeAgent, Suites
 from gpu.models.tokenizer import Tokenizer
 from gpu.rollout.messages import (
     Accepted,
+    AckBatch,
+    Acked,
     Answered,
     Dispatch,
     Ended,
@@ -54,6 +57,7 @@ from storage.payload import INLINE_BYTES, TurnRow, encode_block
 from storage.reader import PayloadReader
 from storage.retry import create_until_known
 from storage.runs import RunPaths
+from storage.schema import Receipt
 
 TAKE_S = 5.0
 LINGER_S = 0.005
@@ -78,6 +82,8 @@ class ManagerCalls(Protocol):
     async def report(self, incarnation: int, report: Report) -> Accepted: ...
 
     async def settled(self, incarnation: int, seq: int) -> None: ...
+
+    async def acknowledged(self, incarnation: int, acked: Acked) -> None: ...
 
 
 class AttemptOver(Exception):
@@ -165,6 +171,8 @@ class RolloutWorker:
                 continue
             work = await self._manager.take(self._incarnation, self._name, room, TAKE_S)
             self._serving = work.engines or self._serving
+            for batch in work.acks:
+                self._beside(self._acknowledge(batch))
             for dispatch in work.dispatches:
                 task = asyncio.create_task(self._attempt(dispatch))
                 self._running[task] = dispatch.identity
@@ -257,11 +265,11 @@ class RolloutWorker:
         self._reported.notify()
         await durable
 
-    def end(self, dispatch: Dispatch, turned: Turned) -> None:
+    def end(self, dispatch: Dispatch, turned: Turned, receipts: tuple[Receipt, ...]) -> None:
         assert turned.row is not None, "the last turn says that it is done"
         call, row = turned.call, turned.row
         sealed = Ended(dispatch.identity, Outcome.SEALED, -1, call.num_generated, call.oldest, row.reward,
-                       samples=call.sample + 1)  # fmt: skip
+                       samples=call.sample + 1, receipts=receipts)  # fmt: skip
         self._push(row, sealed)
 
     # ------------------------------------------------------------------ reports
@@ -289,9 +297,25 @@ class RolloutWorker:
                 for identity in accepted.over:
                     _tell(waiting.pop(identity, None), AttemptOver())
             if waiting:
-                settling = asyncio.create_task(self._settle(self._seq, list(waiting.values())))
-                self._settling.add(settling)
-                settling.add_done_callback(self._settling.discard)
+                self._beside(self._settle(self._seq, list(waiting.values())))
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _acknowledge(self, batch: AckBatch) -> None:
+        """Deliver to a host that its results are durable; it is tried again elsewhere when that fails."""
+        host = self._agent.hosts.get(batch.host)
+        try:
+            if host is None:
+                raise KeyError(f"no resource {batch.host!r} here")
+            done = await host.acknowledge(batch.boot, batch.owed)
+            acked = Acked(batch, done, replaced=not done, detail="" if done else "another process is in its place")
+        except Exception as error:  # noqa: BLE001 - a host may raise anything; what is owed stays owed
+            acked = Acked(batch, done=False, detail=f"{type(error).__name__}: {error}"[:300])
+        with contextlib.suppress(RunFenced, ActorLost):
+            await self._manager.acknowledged(self._incarnation, acked)
 
     def _stop_attempts(self, over: Sequence[Identity]) -> None:
         """Nothing that they still do can count."""

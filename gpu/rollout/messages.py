@@ -9,7 +9,8 @@ from enum import Enum
 
 import msgspec
 
-from storage.ledger import Block, Boundary, Lease
+from storage.ledger import Block, Boundary, Lease, Obligation
+from storage.schema import Receipt
 
 
 class Outcome(Enum):
@@ -74,11 +75,29 @@ class Dispatch(msgspec.Struct, frozen=True, gc=False):
     plain: PlainTask | None = None
 
 
+class AckBatch(msgspec.Struct, frozen=True):
+    """Acknowledgements to deliver to one process of a host, all or none."""
+
+    host: str
+    boot: str
+    owed: tuple[Obligation, ...]
+
+
+class Acked(msgspec.Struct, frozen=True):
+    """What became of a batch: `done`, or the host's process was `replaced`, or neither, for a reason."""
+
+    batch: AckBatch
+    done: bool
+    replaced: bool = False
+    detail: str = ""
+
+
 class Work(msgspec.Struct, frozen=True):
-    """Attempts for a worker, and the engines that have confirmed the current version."""
+    """Attempts for a worker, the engines that have confirmed the current version, and acknowledgements to deliver."""
 
     dispatches: list[Dispatch]
     engines: tuple[str, ...]
+    acks: tuple[AckBatch, ...] = ()
 
 
 class Turn(msgspec.Struct, frozen=True, gc=False, tag=True):
@@ -158,6 +177,8 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     reward: float = 0.0
     detail: str = ""
     samples: int = 1
+    receipts: tuple[Receipt, ...] = ()
+    """Of hosts that keep the result; their places are filled in."""
 
 
 class PlainEnded(msgspec.Struct, frozen=True, gc=False):

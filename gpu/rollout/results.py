@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import cast
 
+from msgspec.structs import replace
+
+from gpu.rollout.acknowledging import Acknowledging
 from gpu.rollout.admission import Admission
 from gpu.rollout.books import Books
 from gpu.rollout.judging import Judging
@@ -60,6 +63,7 @@ class Results:
         for group in books.ledger.groups.values():
             if group.state is GENERATING and group.num_sealed == len(group.rollouts):
                 self.judging.add(group.ordinal)
+        self.acknowledging = Acknowledging(books)
         self.unpublished: deque[tuple[int, list[Identity]]] = deque()
         self.ignored: Counter[str] = Counter()
 
@@ -163,19 +167,21 @@ class Results:
     def _seal(self, block: str, sealed: list[Ended]) -> None:
         identities = [ended.identity for ended in sealed]
         ordinals = tuple([identity.group for identity in identities])
-        seq = self._books.record(
-            schema.Sealed(
-                block,
-                ordinals,
-                tuple([identity.sibling for identity in identities]),
-                tuple([identity.attempt for identity in identities]),
-                tuple([ended.row for ended in sealed]),
-                tuple([ended.samples for ended in sealed]),
-                tuple([ended.tokens for ended in sealed]),
-                tuple([ended.oldest for ended in sealed]),
-                tuple([ended.reward for ended in sealed]),
-            )
+        record = schema.Sealed(
+            block,
+            ordinals,
+            tuple([identity.sibling for identity in identities]),
+            tuple([identity.attempt for identity in identities]),
+            tuple([ended.row for ended in sealed]),
+            tuple([ended.samples for ended in sealed]),
+            tuple([ended.tokens for ended in sealed]),
+            tuple([ended.oldest for ended in sealed]),
+            tuple([ended.reward for ended in sealed]),
+            _receipts(sealed),
         )
+        seq = self._books.record(record)
+        if record.receipts:
+            self.acknowledging.owe(seq, record)
         self._scheduler.published(identities)
         self.unpublished.append((seq, identities))
         groups = self._books.ledger.groups
@@ -321,6 +327,10 @@ class Results:
         """Records up to `seq` are durable: the executions they sealed have ended."""
         while self.unpublished and self.unpublished[0][0] <= seq:
             self._admission.ended(self.unpublished.popleft()[1])
+
+
+def _receipts(sealed: Sequence[Ended]) -> tuple[schema.Receipt, ...]:
+    return tuple([replace(one, place=place) for place, ended in enumerate(sealed) for one in ended.receipts])
 
 
 def _repeats(ended: Sequence[Ended]) -> bool:

@@ -16,6 +16,7 @@ from gpu.generation.fake_engine import FakeEngine
 from gpu.models.tokenizer import CharTokenizer, Message
 from gpu.rollout.messages import Continuation, Dispatch, Identity
 from storage.payload import TurnRow, VersionSpan
+from storage.schema import Receipt
 
 TOKENIZER = CharTokenizer()
 
@@ -52,10 +53,10 @@ class Sink:
     def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
         self.records.append(("result", boundary, cursor, resource, digest, reply))
 
-    def end(self, dispatch: Dispatch, turned: Turned) -> None:
+    def end(self, dispatch: Dispatch, turned: Turned, receipts: tuple[Receipt, ...]) -> None:
         assert turned.row is not None
         self.ended.append(turned.row)
-        self.records.append(("end", turned))
+        self.records.append(("end", turned, receipts))
 
     @property
     def rows(self) -> list[TurnRow]:

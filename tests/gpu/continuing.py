@@ -203,13 +203,13 @@ class OneRollout:
             0, 0, dispatch.identity.attempt, boundary, cursor, resource, reply.revision, digest, reply.content
         ))  # fmt: skip
 
-    def end(self, dispatch: Dispatch, turned: Turned) -> None:
+    def end(self, dispatch: Dispatch, turned: Turned, receipts: tuple[schema.Receipt, ...]) -> None:
         row = turned.row
         (stored,) = self._block(row)
         assert row is not None
         self._report(stored, schema.Sealed(
             stored.block, (0,), (0,), (dispatch.identity.attempt,), (0,), (row.sample + 1,),  # type: ignore[attr-defined]
-            (turned.call.num_generated,), (turned.call.oldest,), (row.reward,),
+            (turned.call.num_generated,), (turned.call.oldest,), (row.reward,), receipts,
         ))  # fmt: skip
 
     # ------------------------------------------------------------------ what must hold of the records

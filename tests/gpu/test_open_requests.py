@@ -1,4 +1,4 @@
-"""A request whose reply never came, seen by the attempt that goes on: it changes nothing before its intent is durable."""
+"""A request whose reply never came: the attempt that goes on changes nothing before its intent is durable."""
 
 from __future__ import annotations
 
