@@ -39,6 +39,7 @@ _CHANGES = {
     sqlite3.SQLITE_REINDEX,
 }
 _TABLES = {sqlite3.SQLITE_READ, sqlite3.SQLITE_INSERT, sqlite3.SQLITE_UPDATE, sqlite3.SQLITE_DELETE}
+_INNER = ("sqlite_", "dbstat")
 _CATALOGUE = {"sqlite_master", "sqlite_temp_master", "sqlite_sequence"}
 _REPLACED = (
     *(("random", 0), ("randomblob", 1), ("last_insert_rowid", 0), ("changes", 0), ("total_changes", 0)),
@@ -119,7 +120,7 @@ def _judge(allowed: set[int]) -> Callable[[int, str | None, str | None, str | No
     def judge(action: int, first: str | None, second: str | None, database: str | None, _: str | None) -> int:
         names = [name.lower() for name in (first, second) if name]
         reserved = action != sqlite3.SQLITE_FUNCTION and any(name.startswith(RESERVED) for name in names)
-        inner = action in _TABLES and names[0].startswith("sqlite_") and names[0] not in _CATALOGUE
+        inner = action in _TABLES and names[0].startswith(_INNER) and names[0] not in _CATALOGUE
         return sqlite3.SQLITE_DENY if action not in allowed or reserved or inner else sqlite3.SQLITE_OK
 
     return judge
