@@ -18,6 +18,10 @@ BUILT_IN = {
     "reverse": "gpu.environments.reverse:ReverseLetters",
     "addition": "gpu.environments.addition:Addition",
     "guess": "gpu.environments.guess:GuessLetter",
+    "cave": "gpu.environments.cave:Cave",
+    "calculate": "gpu.environments.calculate:Calculate",
+    "workspace": "gpu.environments.workspace:Workspace",
+    "ticket": "gpu.environments.ticket:Ticket",
 }
 GROUP = "tidegate.environments"
 
