@@ -157,7 +157,7 @@ def _environment(config: dict[str, Any]) -> Any:
         made = loaders.load_environment(loaders.resolve_env_config(config))
     except (ImportError, AttributeError) as error:
         raise ConfigurationRefused(
-            f"verifiers does not load {config['taskset']['id']!r} in {config['id'] or 'its own environment'!r}: {error}",
+            f"verifiers does not load the taskset {config['taskset']['id']!r} in {config['id']!r}: {error}",
             expected="an installed taskset, and an installed environment, of verifiers.v1",
             action="install their packages on every node, or correct the ids",
         ) from error

@@ -15,7 +15,9 @@ from gpu.generation.engine import Cached, Finish, Generated, GenRequest, Version
 from gpu.generation.fake_engine import FakeEngine
 from gpu.models.tokenizer import CharTokenizer, Message
 from gpu.rollout.messages import Continuation, Dispatch, Identity
+from storage.ledger import Boundary
 from storage.payload import TurnRow, VersionSpan
+from storage.samples import Sample, assemble_slot
 
 TOKENIZER = CharTokenizer()
 
@@ -100,3 +102,16 @@ def faked(version: int = 3) -> Generate:
         return ended[0]
 
     return generate
+
+
+async def interrupted(environment: Environment, answers: Sequence[str], cut: int) -> tuple[list[Sample], list[Sample]]:
+    """The samples of a rollout of task 0 that was played whole, and of one that died after `cut` turns and went on."""
+    whole, resumed = Sink(), Sink()
+    await agent(environment, scripted(*answers), whole).run(dispatch(), [])
+    boundary, _, state = whole.turns[cut - 1]
+    before = [row for _, row, _ in whole.turns[:cut]]
+    at = Continuation((), {}, {}, Boundary(boundary, cut - 1, 0, state, 0, 0, 0))
+    generate = scripted(*answers[cut:])
+    await agent(environment, generate, resumed).run(dispatch(0, 1, boundary + 1, at), before)
+    assert len(generate.prompts) == len(whole.rows) - cut, "finished turns are not generated again"
+    return assemble_slot(whole.rows, 0, 0), assemble_slot([*before, *resumed.rows], 0, 0)
