@@ -254,11 +254,13 @@ class Tools:
             raise _lost(f"it has changed {resource!r}, which can only start over")
         assert at.revisions is not None
         name, before, after = self._sessions.name, at.revisions.get(resource, 0), at.revision(resource)
-        most = after + any(one.resource == resource and one.reply is None for one in at.requests)
+        begun = any(one.resource == resource and one.reply is None for one in at.requests)
         revision = await host.claim(name, self._claim)
         export = at.exports.get(resource)
-        if revision is not None and before <= revision <= most:
+        if revision is not None and before <= revision <= after + begun:
             self._used[resource] = min(revision, after)
+        elif begun and not host.replayable:
+            raise _lost(f"of {resource!r} the session is gone that knew whether its last request was done")
         elif export is not None and export.revision == before:
             await host.restore(name, self._claim, self._task, self._seed, export)
             self._used[resource] = before
