@@ -50,7 +50,7 @@ class Sink:
         self.records.append(("intent", boundary, cursor, resource, revision, digest))
 
     async def settled(self, dispatch: Dispatch) -> None:
-        self.records.append(("settled",))
+        """At once."""
 
     def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
         self.records.append(("result", boundary, cursor, resource, digest, reply))

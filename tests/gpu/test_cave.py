@@ -99,7 +99,7 @@ async def test_a_rollout_killed_after_any_turn_ends_as_if_it_had_not_been(cut: i
 
 def _kept(*sinks: Sink) -> list[str]:
     return [
-        record[-1].call.record if record[0] == "end" else record[2].call.record for s in sinks for record in s.records
+        record[1].call.record if record[0] == "end" else record[2].call.record for s in sinks for record in s.records
     ]
 
 
