@@ -18,6 +18,7 @@ BUILT_IN = {
     "reverse": "gpu.environments.reverse:ReverseLetters",
     "addition": "gpu.environments.addition:Addition",
     "guess": "gpu.environments.guess:GuessLetter",
+    "nemo_gym": "gpu.environments.nemo_gym:NemoGym",
 }
 GROUP = "tidegate.environments"
 

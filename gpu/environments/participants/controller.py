@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Sequence
 
 from gpu.environments.participants import wire
 from gpu.environments.participants.capabilities import Capabilities, Component, check_same, check_topology
-from gpu.environments.participants.errors import ResumeOwed, StaleCheckpoint
+from gpu.environments.participants.errors import HostUnreachable, ResumeOwed, StaleCheckpoint
 from gpu.environments.participants.manifest import Checkpoint, check_export, check_manifest, check_participants
 from gpu.environments.participants.protocol import Operation, Outcome, Phase
 from gpu.environments.participants.transport import Transport
@@ -24,6 +24,8 @@ _PREPARING = (Component.MODEL, Component.AGENT, Component.RESOURCE)
 _RESUMING = (Component.RESOURCE, Component.MODEL, Component.AGENT)
 RELEASE_S = 10.0
 """How long one call tries to open a host again."""
+GRACE_S = 1.0
+"""How long after a deadline an answer is waited for."""
 
 
 class _Participant:
@@ -48,7 +50,9 @@ class Controller:
         self.fingerprint = ""
 
     async def discover(self) -> str:
-        """Ask every host what it can do. Returns the topology's fingerprint; raises as `check_topology`."""
+        """Ask every host what it can do. Returns the topology's fingerprint; raises as `check_topology`, and
+        `ResumeOwed`."""
+        self._refuse_owed("")
         records = await self._ask_all()
         self.fingerprint = check_topology(records)
         self._participants = [
@@ -88,9 +92,12 @@ class Controller:
             check_manifest(manifest, checkpoint, one.record.component.value, one.record.name)
             saved[one.record.name] = manifest, await self._fetch(one, manifest, deadline)
 
-        await self._guarded(checkpoint, Operation.RESUME, self._stages(_PREPARING, ask))
+        async def all_of_them() -> None:
+            await self._stages(_PREPARING, ask)
+            check_participants([manifest for manifest, _ in saved.values()], self._expected())
+
+        await self._guarded(checkpoint, Operation.RESUME, all_of_them())
         ordered = [saved[name] for name in sorted(saved)]
-        check_participants([manifest for manifest, _ in ordered], self._expected())
         return Checkpoint(
             checkpoint,
             self.fingerprint,
@@ -207,17 +214,25 @@ class Controller:
     async def _check_restored(self, checkpoint: str) -> None:
         """Before any host opens: all of those that are still closed have what they loaded."""
         for one in self._participants:
-            if one.touched == checkpoint:
-                answer = await one.transport.ask(
-                    "control/status", wire.Message(), wire.Controlled, patience_s=self._release_s
+            if one.touched != checkpoint:
+                continue
+            answer = await self._status(one)
+            if (answer.phase, answer.checkpoint) != (Phase.RESTORED.value, checkpoint):
+                await self._release(Operation.ABORT, checkpoint)
+                raise RestoreRefused(
+                    f"{answer.instance} is {answer.phase}",
+                    expected=f"restored, with checkpoint {checkpoint}",
+                    action="restore again, into fresh hosts",
                 )
-                if (answer.phase, answer.checkpoint) != (Phase.RESTORED.value, checkpoint):
-                    await self._release(Operation.ABORT, checkpoint)
-                    raise RestoreRefused(
-                        f"{answer.instance} is {answer.phase}",
-                        expected=f"restored, with checkpoint {checkpoint}",
-                        action="restore again, into fresh hosts",
-                    )
+
+    async def _status(self, one: _Participant) -> wire.Controlled:
+        message = wire.Message()
+        try:
+            return await one.transport.ask("control/status", message, wire.Controlled, patience_s=self._release_s)
+        except HostUnreachable as error:
+            raise ResumeOwed(
+                error.found, expected="every host restored before one opens", action="repeat with the same id"
+            ) from error
 
     async def _ask_all(self) -> list[Capabilities]:
         return list(await asyncio.gather(*(one.ask("capabilities", None, Capabilities) for one in self._transports)))
@@ -226,12 +241,13 @@ class Controller:
         return {one.record.name: one.record.component.value for one in self._participants}
 
     def _left(self, deadline: float) -> float:
+        """How long to wait for an answer: a host that finds the deadline past says so itself."""
         left = deadline - self._clock.wall()
         if left <= 0:
             raise DeadlineExceeded(
                 f"the deadline passed {-left:.1f} s ago", expected="time left", action="try again, with more time"
             )
-        return left
+        return left + GRACE_S
 
     def _refuse_owed(self, checkpoint: str) -> None:
         others = {name: one for name, one in self.owed.items() if one != checkpoint}

@@ -198,13 +198,13 @@ def load_session(path: str) -> Callable[[bytes, int], Session]:
 
 async def serve(server: HttpServer, address: str, port: int) -> None:
     """Serve until SIGTERM or SIGINT; prints the url once requests are accepted."""
-    runner = web.AppRunner(server.app(), access_log=None)
+    runner = web.AppRunner(server.app(), access_log=None, shutdown_timeout=1.0)
     await runner.setup()
     over = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, over.set)
     try:
-        await web.TCPSite(runner, address, port, shutdown_timeout=1.0).start()
+        await web.TCPSite(runner, address, port).start()
         print(f"http://{address}:{runner.addresses[0][1]}", flush=True)
         await over.wait()
     finally:

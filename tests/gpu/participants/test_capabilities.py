@@ -34,7 +34,9 @@ MODEL, AGENT, TOOL = record("policy", Component.MODEL), record("coder", Componen
 def test_a_topology_that_can_be_saved_has_a_fingerprint_of_its_contracts() -> None:
     print_ = check_topology([MODEL, AGENT, TOOL])
     assert check_topology([TOOL, MODEL, AGENT]) == print_, "in any order"
-    restarted = [msgspec.structs.replace(one, instance=wire.Instance(name=one.name, boot="b2")) for one in (MODEL, TOOL)]
+    restarted = [
+        msgspec.structs.replace(one, instance=wire.Instance(name=one.name, boot="b2")) for one in (MODEL, TOOL)
+    ]
     assert check_topology([*restarted, record("coder", Component.AGENT, features=(*ALL, "new"))]) == print_
 
 
@@ -44,7 +46,11 @@ def test_a_topology_that_can_be_saved_has_a_fingerprint_of_its_contracts() -> No
         ([TOOL, record("shell")], ConfigurationRefused, "duplicate"),
         ([TOOL, record("shell", Component.AGENT)], ConfigurationRefused, "duplicate"),
         ([record("a", schema_version=2)], SchemaUnsupported, ""),
-        ([record("a", Component.AGENT, checkpoint_mode=CheckpointMode.RESTART_ONLY)], ConfigurationRefused, "agent_mode"),
+        (
+            [record("a", Component.AGENT, checkpoint_mode=CheckpointMode.RESTART_ONLY)],
+            ConfigurationRefused,
+            "agent_mode",
+        ),
         ([record("a", Component.AGENT, checkpoint_mode=CheckpointMode.STATELESS)], ConfigurationRefused, "agent_mode"),
         ([record("a", Component.AGENT, features=(CONTROL,))], ConfigurationRefused, "feature"),
         ([record("a", features=())], ConfigurationRefused, "feature"),

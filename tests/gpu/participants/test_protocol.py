@@ -1,4 +1,4 @@
-"""Checkpoint control as a state machine: every operation in every phase, every short sequence, any long one, and time."""
+"""Checkpoint control as a state machine: every operation in every phase, sequences, and time."""
 
 from __future__ import annotations
 
