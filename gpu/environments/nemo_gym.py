@@ -136,7 +136,7 @@ def _text(content: str | list[dict[str, Any]]) -> str:
 
 
 def _said(turn: int, text: str) -> dict[str, Any]:
-    part = {"type": "output_text", "text": text, "annotations": []}
+    part: dict[str, Any] = {"type": "output_text", "text": text, "annotations": []}
     return {"type": "message", "id": f"msg_{turn}", "role": "assistant", "status": "completed", "content": [part]}
 
 
@@ -147,24 +147,28 @@ def _called(call: str, name: str, arguments: dict[str, Any], answer: str) -> lis
 
 def _read(path: Path) -> list[bytes]:
     """The tasks of a file. Raises `ConfigurationRefused`."""
-    number = 0
     try:
-        tasks: list[bytes] = []
-        for number, line in enumerate(path.read_bytes().splitlines(), 1):
-            if line.strip():
-                task = msgspec.json.decode(line, type=dict[str, Any])
-                opening(task["responses_create_params"])
-                tasks.append(canonical(task))
-    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
-        raise _refused(path, f"line {number}: {error!r}") from error
+        lines = path.read_bytes().splitlines()
+    except OSError as error:
+        raise _refused(f"{path}: {error.strerror}") from error
+    tasks = [_task(f"{path}, line {number}", line) for number, line in enumerate(lines, 1) if line.strip()]
     if not tasks:
-        raise _refused(path, "no task")
+        raise _refused(f"{path} without a task")
     return tasks
 
 
-def _refused(path: Path, found: str) -> ConfigurationRefused:
+def _task(where: str, line: bytes) -> bytes:
+    try:
+        task = msgspec.json.decode(line, type=dict[str, Any])
+        opening(task["responses_create_params"])
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
+        raise _refused(f"{where}: {error!r}") from error
+    return canonical(task)
+
+
+def _refused(found: str) -> ConfigurationRefused:
     return ConfigurationRefused(
-        f"{path}, {found}",
+        found,
         expected="JSON lines with responses_create_params, whose input is text or messages",
         action="check environment.options.data",
     )

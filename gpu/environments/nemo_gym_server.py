@@ -10,16 +10,14 @@ import json
 import math
 import re
 from typing import Any
-from urllib.parse import urlsplit
 
 from aiohttp import ClientError, ClientSession, ClientTimeout, DummyCookieJar
 
 from gpu.environments.base import CheckpointMode
+from gpu.environments.participants.address import checked_url, token_from
 from gpu.environments.participants.errors import HostFailed, OutcomeUnknown
-from gpu.environments.participants.tokens import token_from
 from gpu.environments.resources import ToolError
 from gpu.environments.sessions import Session, SessionHost
-from storage.errors import ConfigurationRefused
 
 RESERVED = frozenset({
     "seed_session", "verify", "close_session", "sandbox_access", "aggregate_metrics", "reverify_mode", "mcp",
@@ -33,14 +31,8 @@ class NemoGymServer(SessionHost):
 
     def __init__(self, url: str, *, timeout_s: float, token_env: str = "") -> None:
         super().__init__(self._session, mode=CheckpointMode.RESTART_ONLY, replayable=False)
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise ConfigurationRefused(
-                "a url that is none, or has keys in it",
-                expected="http:// or https:// with an address",
-                action="check environment.options.url",
-            )
-        self._url, self._timeout_s, self._token_env = url.rstrip("/"), timeout_s, token_env
+        self._url = checked_url(url, "a NeMo Gym server")
+        self._timeout_s, self._token_env = timeout_s, token_env
         self._client: ClientSession | None = None
 
     def _session(self, task: bytes, seed: int) -> Session:

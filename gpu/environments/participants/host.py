@@ -24,6 +24,7 @@ from aiohttp import web
 
 from gpu.environments.base import CheckpointMode
 from gpu.environments.participants import wire
+from gpu.environments.participants.address import token_from
 from gpu.environments.participants.capabilities import Component
 from gpu.environments.participants.core import ParticipantHost
 from gpu.environments.participants.errors import STATUS, AccessRefused, HostFailed, MessageInvalid
@@ -31,7 +32,6 @@ from gpu.environments.participants.kept import KeptSessions
 from gpu.environments.participants.notes import EffectLedger
 from gpu.environments.participants.protocol import Operation
 from gpu.environments.participants.routes import SessionRoutes
-from gpu.environments.participants.tokens import token_from
 from gpu.environments.sessions import Session
 from storage.clock import SystemClock
 from storage.errors import ConfigurationRefused, TidegateError

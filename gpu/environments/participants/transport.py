@@ -10,14 +10,12 @@ import asyncio
 import logging
 import time
 from typing import TypeVar
-from urllib.parse import urlsplit
 
 from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from gpu.environments.participants import wire
+from gpu.environments.participants.address import checked_url, token_from
 from gpu.environments.participants.errors import HostReplaced, HostUnreachable, MessageInvalid, OutcomeUnknown
-from gpu.environments.participants.tokens import token_from
-from storage.errors import ConfigurationRefused
 
 log = logging.getLogger(__name__)
 BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 1.0
@@ -32,14 +30,7 @@ class Transport:
     def __init__(
         self, url: str, name: str, *, token_env: str = "", timeout_s: float = 60.0, patience_s: float = 120.0
     ) -> None:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname or parts.username or parts.query:
-            raise ConfigurationRefused(
-                f"host {name} at {parts.scheme or 'no scheme'}://{parts.hostname or ''}",
-                expected="http:// or https:// with an address, without keys",
-                action="correct its url; a token comes from an environment variable",
-            )
-        self.name, self.url = name, url.rstrip("/")
+        self.name, self.url = name, checked_url(url, f"host {name}")
         self._token_env, self._timeout_s, self._patience_s = token_env, timeout_s, patience_s
         self._session: ClientSession | None = None
 

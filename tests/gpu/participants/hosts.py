@@ -157,6 +157,9 @@ class HostProcess:
         assert self.url, "the host printed no url"
         return self.url
 
+    def transport(self) -> Transport:
+        return Transport(self.url, "notes", timeout_s=5.0, patience_s=20.0)
+
     async def kill(self) -> None:
         if self._process is not None and self._process.returncode is None:
             self._process.kill()
