@@ -25,6 +25,7 @@ BUILT_IN = {
     "reasoning_gym": "gpu.environments.reasoning_gym:ReasoningGym",
     "gymnasium": "gpu.environments.gymnasium_text:Gymnasium",
     "verifiers": "gpu.environments.verifiers_env:Verifiers",
+    "nemo_gym": "gpu.environments.nemo_gym:NemoGym",
 }
 GROUP = "tidegate.environments"
 
