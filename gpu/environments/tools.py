@@ -238,11 +238,14 @@ class Tools:
             raise _lost(f"it has changed {resource!r}, which can only start over")
         assert at.revisions is not None
         name, before, after = self._sessions.name, at.revisions.get(resource, 0), at.revision(resource)
-        most = after + any(one.resource == resource and one.reply is None for one in at.requests)
+        begun = any(one.resource == resource and one.reply is None for one in at.requests)
+        most = after + begun
         revision = await host.claim(name, self._claim)
         export = at.exports.get(resource)
         if revision is not None and before <= revision <= most:
             self._used[resource] = min(revision, after)
+        elif begun and not host.replayable:
+            raise _lost(f"the session with {resource!r} that knew what became of a request is not there any more")
         elif export is not None and export.revision == before:
             await host.restore(name, self._claim, self._task, self._seed, export)
             self._used[resource] = before
