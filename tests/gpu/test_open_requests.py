@@ -59,6 +59,6 @@ async def test_a_request_is_not_sent_again_when_the_session_that_knew_of_it_is_g
     exports = {"box": Export(revision, b"")} if revision else {}
     at = Boundary(3, 0, 0, b"", 0, 0, 2, True, (asked,), {"box": revision} if revision else {}, exports)
     tools = Tools({"box": host}, Sessions("run", 1, 0, 0), Claim(1, 1), b"{}", 0, Journal(said))
-    with pytest.raises(NotContinuable, match="not there any more"):
+    with pytest.raises(NotContinuable, match="the session is gone that knew"):
         await tools.begin(at)
     assert said == []

@@ -47,6 +47,7 @@ ACTIONS = {
     "malformed: seal with an open request",
 }  # fmt: skip
 REFUSALS = {
+    "end with an acknowledgement owed", "repeated acknowledgement",
     "checkpoint with an open lease", "commit after rollback", "commit of another step", "end with an open lease",
     "hold that ended", "late report", "late verdict", "repeated checkpoint", "repeated commit", "repeated end",
     "repeated evaluation", "repeated revert",

@@ -12,7 +12,7 @@ from storage import schema
 from storage.archivist import Archivist
 from storage.buffers import NamedBuffer, buffers_digest
 from storage.capture import capture_of
-from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
+from storage.errors import AckMismatch, HoldRefused, LeaseRefused, LedgerInvalid
 from storage.publisher import ThreadPublisher
 from tests.rollout.building import RUN
 from tests.rollout.machine.world import TALLY, Held, World
@@ -280,10 +280,13 @@ class Driver(World):
     def finish(self, rng: random.Random) -> None:
         if self.oracle.lease is not None:
             self.refuse("end with an open lease", LeaseRefused, lambda: self.control.finish("enough"))
+        elif self.oracle.owed:
+            self.refuse("end with an acknowledgement owed", AckMismatch, lambda: self.control.finish("enough"))
         elif self.oracle.finished or (self.oracle.step > 1 and rng.random() < 0.2):
             self._finish()
 
     def _finish(self) -> None:
+        self.acknowledge_all()
         self.control.finish("enough")
         self.running, self.plain, self.judged = [], {}, {}
         self.follow()

@@ -70,6 +70,7 @@ class Oracle:
         self.frontier = self.incarnation = self.step = self.snapshot = 0
         self.due: set[tuple[str, int]] = set()
         self.evaluated: set[tuple[str, int]] = set()
+        self.owed: dict[tuple[int, int, int, str], str] = {}
         self.recovery = "sibling"
         self.finished = ""
         self._next_lease = 1
@@ -134,6 +135,7 @@ class Oracle:
             assert {one.manifest: one.step for one in shown} == known
         assert sorted(ledger.steps) == list(range(self.base + 1, self.step + 1)), "what a redo needs"
         assert (set(ledger.due), ledger.evaluated) == (self.due, self.evaluated)
+        assert {key: one.receipt.boot for key, one in ledger.obligations.items()} == self.owed
         assert not any(group.whole and group.lost for group in self.groups.values()), "redone whole"
         assert (ledger.lease.lease if ledger.lease else None) == (self.lease.lease if self.lease else None)
         for ordinal, sibling, slot in self._slots():
@@ -250,6 +252,20 @@ class Oracle:
             assert abs(reward) < float("inf"), "a reward is a finite number"
             self.tally["sealed out of an answer"] += slot.answer >= 0
             slot.seal(oldest, samples - 1, self.step)
+        for one in record.receipts:
+            where = record.groups[one.place], record.siblings[one.place], record.attempts[one.place]
+            assert (*where, one.host) not in self.owed, "a result is completed once"
+            self.owed[(*where, one.host)] = one.boot
+
+    def _ack_done(self, record: schema.AckDone) -> None:
+        for where in zip(record.groups, record.siblings, record.attempts, strict=True):
+            assert self.owed.pop((*where, record.host)) == record.boot, "to the process that keeps it, once"
+
+    def _obligation_expired(self, record: schema.ObligationExpired) -> None:
+        gone = [key for key, boot in self.owed.items() if (key[3], boot) == (record.host, record.boot)]
+        assert gone, "something was owed to it"
+        for key in gone:
+            del self.owed[key]
 
     def _group_completed(self, record: schema.GroupCompleted) -> None:
         for ordinal in record.groups:
@@ -389,4 +405,5 @@ class Oracle:
     def _run_finished(self, record: schema.RunFinished) -> None:
         assert not self.groups, "every group is settled at the end"
         assert not self.due, "every evaluation has its result"
+        assert not self.owed, "every host has its acknowledgement"
         self.finished = record.reason

@@ -6,6 +6,7 @@ import random
 from dataclasses import replace
 
 from gpu.rollout.messages import (
+    Acked,
     Continuation,
     Ended,
     Identity,
@@ -19,6 +20,7 @@ from gpu.rollout.messages import (
 )
 from storage.payload import TurnRow, account_row, encode_block
 from storage.reader import PayloadReader
+from storage.schema import Receipt
 from tests.rollout.building import RUN
 from tests.rollout.machine.world import TALLY, Acting, Attempt, World
 
@@ -31,6 +33,11 @@ def next_sample(attempt: Attempt, rng: random.Random) -> int:
     """The sample that its next turn belongs to: the open one, or another."""
     last = attempt.samples[-1] if attempt.samples else -1
     return max(0, last + (rng.random() < 0.3))
+
+
+def receipt(rng: random.Random) -> Receipt:
+    """Of a host that keeps the result, in one of two processes."""
+    return Receipt(0, "desk", rng.choice(["old", "new"]), "session", 1, "result", "a" * 64)
 
 
 class Workers(World):
@@ -111,7 +118,10 @@ class Workers(World):
                 call = attempt.acting.call
                 version, sample = call.oldest, call.sample
                 rows.append(account_row(call, attempt.identity.attempt, done=True, reward=reward, record="seen"))
-            ended.append(Ended(attempt.identity, Outcome.SEALED, number, 1, version, reward, samples=sample + 1))
+            kept = (receipt(rng),) if rng.random() < 0.15 else ()
+            ended.append(
+                Ended(attempt.identity, Outcome.SEALED, number, 1, version, reward, samples=sample + 1, receipts=kept)
+            )
         return self._report(attempts[0].worker, rows, turns, ended)
 
     @staticmethod
@@ -123,6 +133,19 @@ class Workers(World):
     def _row(self, attempt: Attempt, sample: int, version: int, reward: float, *, done: bool) -> TurnRow:
         row = self.bench.row(attempt.dispatch, len(attempt.samples), version, reward, done=done)
         return replace(row, sample=sample, start=2 * attempt.samples.count(sample))
+
+    def acknowledge(self, rng: random.Random) -> bool:
+        """Workers deliver what is owed to hosts; one may fail, or find another process there."""
+        owing = self.control.results.acknowledging
+        batches = owing.take()
+        for batch in batches:
+            dice = rng.random()
+            acked = Acked(batch, done=dice < 0.5, replaced=0.5 <= dice < 0.7, detail="boom")
+            owing.answer(acked)
+            if dice < 0.7:
+                with self.unchanged("repeated acknowledgement"):
+                    owing.answer(Acked(batch, done=True))
+        return bool(batches)
 
     def _end(self, attempts: list[Attempt]) -> None:
         self.running = [attempt for attempt in self.running if attempt not in attempts]

@@ -13,7 +13,7 @@ import pytest
 
 from gpu.rollout.control import RolloutControl
 from gpu.rollout.limits import Limits, Submission
-from gpu.rollout.messages import Dispatch, Hold, Identity, Intent, Report
+from gpu.rollout.messages import Acked, Dispatch, Hold, Identity, Intent, Report
 from storage import schema
 from storage.buffers import NamedBuffer
 from storage.payload import TurnRow
@@ -150,6 +150,15 @@ class World:
             open_ = {identity for identity in admission.still_open(held.hold.hold) if identity.group >= 0}
             assert open_ == held.frontier & executing
         assert admission.is_open == (not self.closed)
+
+    def acknowledge_all(self) -> None:
+        """Every host answers."""
+        self.bench.flush()
+        while self.control.results.acknowledging.owed:
+            self.bench.clock.advance(200.0)
+            for batch in self.control.results.acknowledging.take():
+                self.control.results.acknowledging.answer(Acked(batch, done=True))
+            self.bench.flush()
 
     def _buffered(self) -> int:
         """Completed groups whose completion is durable."""
