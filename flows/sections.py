@@ -54,7 +54,8 @@ class ModelConfig(Part):
 
 class EnvironmentConfig(Part):
     name: str = Field(
-        default="reverse", description="reverse, addition, guess, an installed entry point, or module:Class"
+        default="reverse",
+        description="A built-in one (docs/environments.md), an installed entry point, or module:Class",
     )
     options: dict[str, Any] = Field(default_factory=dict, description="Arguments of the environment")
     shuffle: bool = Field(default=True, description="A new seeded order in each epoch")

@@ -231,7 +231,7 @@ class Auditor:
             self._check_samples(slots, group)
             rows = [row for slot in slots for row in slot]
             self._check_versions(rows, lease.version)
-            oldest = min(lease.version, *(row.oldest for row in rows))
+            oldest = min([lease.version, *[row.oldest for row in rows if not row.is_account]])
             self._check_staleness(lease, group.ordinal, oldest, group.oldest)
 
     def _readable(self, references: Sequence[tuple[str, int]]) -> bool:

@@ -209,6 +209,12 @@ class ResourceInvalid(TidegateError, ValueError):
     default_code = "resource"
 
 
+class AckMismatch(TidegateError, ValueError):
+    """A receipt or an acknowledgement that does not fit the sealed attempt that it names."""
+
+    default_code = "acknowledgement"
+
+
 class ReferenceInvalid(TidegateError, ValueError):
     """A reference to token rows that do not exist or do not fit together."""
 

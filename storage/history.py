@@ -27,7 +27,7 @@ from storage.journal import Tail, after, check_follows, find_end, read_journal, 
 from storage.low import read_low
 from storage.runs import RunPaths, open_run
 from storage.schema import KIND_OF, LedgerSnapshot
-from storage.segment import Header, Row, Segment, decode_header, decode_record, whole_segment
+from storage.segment import Header, Row, Segment, apart, decode_header, together, whole_segment
 from storage.snapshot import read_snapshot
 from storage.upgrades import Change
 
@@ -66,8 +66,9 @@ def table_of(segments: Sequence[Segment]) -> pa.Table:
             columns["seq"].append(row.seq)
             columns["time"].append(row.time)
             columns["kind"].append(KIND_OF[type(row.record)])
-            columns["body"].append(_encode(row.record).decode())
-            columns["blob"].append(row.blob)
+            body, blob = apart(row)
+            columns["body"].append(body.decode())
+            columns["blob"].append(blob)
             columns["header"].append(_encode(segment.header).decode() if first else None)
             columns["digest"].append(segment.digest if first else None)
     return pa.Table.from_pydict(columns, schema=_SCHEMA)
@@ -122,7 +123,7 @@ def _pieces(table: pa.Table, where: str) -> Iterator[Piece]:
 
 def _row(row: tuple[Any, ...], where: str, steps: list[Change]) -> Row:
     seq, time, kind, body, blob = row
-    return Row(seq, time, decode_record(kind, body, where, steps), blob)
+    return together(seq, time, kind, body, blob, where, steps)
 
 
 def _corrupt(found: str, expected: str, code: str) -> ArtifactCorrupt:

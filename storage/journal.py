@@ -273,7 +273,8 @@ class JournalWriter:
         """Queue a record; returns its sequence number."""
         seq = self._next_seq
         self._pending.append(Row(seq, self._clock.wall(), record, blob))
-        self._pending_bytes += 128 + len(blob or b"")
+        field = schema.BYTES.get(type(record))
+        self._pending_bytes += 128 + len(blob or b"") + (len(getattr(record, field)) if field else 0)
         self._next_seq += 1
         if self._oldest_undurable is None:
             self._oldest_undurable = self._clock.monotonic()

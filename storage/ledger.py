@@ -126,6 +126,16 @@ class Rollout(msgspec.Struct, gc=False, array_like=True):
     closed_by_claim: bool = False
 
 
+class Obligation(msgspec.Struct, frozen=True, gc=False, array_like=True):
+    """An acknowledgement that is owed to a host for the result of an attempt. `incarnation` is the attempt's."""
+
+    group: int
+    sibling: int
+    attempt: int
+    incarnation: int
+    receipt: schema.Receipt
+
+
 class Recipe(msgspec.Struct, frozen=True, gc=False, array_like=True):
     """See `schema.RecipeDeclared`."""
 
@@ -279,6 +289,8 @@ class Ledger:
     """Attempts that are live."""
     totals: Counter[GroupState] = field(default_factory=lambda: Counter[GroupState]())
     """Unsettled groups by state."""
+    obligations: dict[tuple[int, int, int, str], Obligation] = field(default_factory=lambda: {})
+    """By group, sibling, attempt and host."""
     due: dict[tuple[str, int], None] = field(default_factory=lambda: {})
     """Evaluations (suite, step) without a result yet."""
     evaluated: set[tuple[str, int]] = field(default_factory=lambda: set())

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
+from storage import obligation_transitions as obligations
 from storage import schema
 from storage.errors import AttemptReused, ContinuationInvalid, IllegalTransition, ResourceInvalid, TwoOwners
 from storage.ledger import (
@@ -208,6 +209,8 @@ def sealed(ledger: Ledger, seq: int, record: schema.Sealed) -> None:
             ledger.set_state(group, RESERVED)
     for group in moved.values():
         ledger.set_oldest(group)
+    if record.receipts:
+        obligations.owe(ledger, record)
     ledger.counts["rollouts_sealed"] += len(pairs)
     ledger.counts["samples_sealed"] += sum(record.samples)
     ledger.counts["tokens_sealed"] += sum(record.tokens)
@@ -245,6 +248,8 @@ def _check_seals(ledger: Ledger, seq: int, record: schema.Sealed) -> list[tuple[
     if len(set(record.rows)) != len(pairs):
         raise illegal(record, seq, f"rows {record.rows}", "each row of the block once", code="seal")
     ledger.check_block(record.block, record, seq)
+    if record.receipts:
+        obligations.check_receipts(ledger, seq, record)
     return pairs
 
 

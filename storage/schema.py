@@ -217,11 +217,28 @@ class ContinuationDiscarded(Record, frozen=True, forbid_unknown_fields=True):
     reason: str
 
 
+class Receipt(msgspec.Struct, frozen=True, forbid_unknown_fields=True, gc=False):
+    """Proof of a completed result that a host keeps until it is acknowledged. `place` is the rollout's in the columns
+    of the record; `host` the resource; `boot` its process, `generation` the number of the begin of `session` there.
+    `result` and `digest` (sha256 of canonical JSON) are the result's. `capture` and `call` name the key of the captured
+    tokens and the last model call, both or neither."""
+
+    place: int
+    host: str
+    boot: str
+    session: str
+    generation: int
+    result: str
+    digest: str
+    capture: str | None = None
+    call: str | None = None
+
+
 class Sealed(Record, frozen=True, forbid_unknown_fields=True):
     """Finished attempts that came together; `rows` are the rows of their last turns in `block`.
 
     `samples` counts the output samples of each rollout. `oldest` is the oldest version that generated a token of the
-    last turn; `tokens` counts generated tokens of it.
+    last turn; `tokens` counts generated tokens of it. Each of `receipts` is owed an acknowledgement from here on.
     """
 
     block: str
@@ -233,6 +250,26 @@ class Sealed(Record, frozen=True, forbid_unknown_fields=True):
     tokens: tuple[int, ...]
     oldest: tuple[int, ...]
     rewards: tuple[float, ...]
+    receipts: tuple[Receipt, ...] = ()
+
+
+class AckDone(Record, frozen=True, forbid_unknown_fields=True):
+    """The host accepted the acknowledgement of these attempts' results, and has released them."""
+
+    host: str
+    boot: str
+    groups: tuple[int, ...]
+    siblings: tuple[int, ...]
+    attempts: tuple[int, ...]
+
+
+class ObligationExpired(Record, frozen=True, forbid_unknown_fields=True):
+    """What is owed to this process of a host is owed no more: another process has taken its place, or a person says so.
+    Unreachable is no reason."""
+
+    host: str
+    boot: str
+    reason: str
 
 
 class GroupCompleted(Record, frozen=True, forbid_unknown_fields=True):
@@ -431,6 +468,8 @@ KINDS: dict[str, type[Record]] = {
     "resource_exported": ResourceExported,
     "continuation_discarded": ContinuationDiscarded,
     "sealed": Sealed,
+    "ack_done": AckDone,
+    "obligation_expired": ObligationExpired,
     "group_completed": GroupCompleted,
     "group_discarded": GroupDiscarded,
     "group_requeued": GroupRequeued,
@@ -450,6 +489,8 @@ KINDS: dict[str, type[Record]] = {
     "config_changed": ConfigChanged,
     "run_finished": RunFinished,
 }
+BYTES: dict[type[Record], str] = {TurnCommitted: "state", RequestResult: "reply", ResourceExported: "state"}
+"""Fields that lie beside the JSON body of their record, as bytes: they are most of it."""
 KIND_OF: dict[type[Record], str] = {record: kind for kind, record in KINDS.items()}
 
 

@@ -18,10 +18,11 @@ from typing import Any, NamedTuple
 import msgspec
 import numpy as np
 import pyarrow as pa
+from msgspec.structs import replace
 
 from storage.arrow_columns import OPTIONS, blobs, fixed, texts
 from storage.errors import ArtifactCorrupt, SchemaUnsupported
-from storage.schema import FIELD_HASH, KIND_OF, KINDS, SCHEMA, LedgerSnapshot, Record
+from storage.schema import BYTES, FIELD_HASH, KIND_OF, KINDS, SCHEMA, LedgerSnapshot, Record
 from storage.upgrades import Change, changed, changes
 
 FORMAT = "tidegate-journal"
@@ -90,14 +91,15 @@ def make_header(
 
 def encode_segment(header: Header, rows: Sequence[Row]) -> tuple[bytes, str]:
     """The segment's bytes and its digest (hex sha256)."""
+    parts = [apart(row) for row in rows]
     metadata: dict[bytes | str, bytes | str] = {"tidegate": _encode(header), "digest": _UNSET}
     batch = pa.RecordBatch.from_arrays(
         [
             fixed([row.seq for row in rows], np.int64),
             fixed([row.time for row in rows], np.float64),
             texts([KIND_OF[type(row.record)].encode() for row in rows]),
-            texts([_encode(row.record) for row in rows]),
-            blobs([row.blob for row in rows]),
+            texts([body for body, _ in parts]),
+            blobs([blob for _, blob in parts]),
         ],
         schema=_SCHEMA.with_metadata(metadata),
     )
@@ -143,7 +145,7 @@ def decode_segment(data: bytes, where: str) -> Segment:
     batch = file.get_batch(0)
     columns: list[list[Any]] = [batch.column(name).to_pylist() for name in _SCHEMA.names]
     rows = [
-        Row(seq, time, decode_record(kind, body, where, steps), blob)
+        together(seq, time, kind, body, blob, where, steps)
         for seq, time, kind, body, blob in zip(*columns, strict=True)
     ]
     return whole_segment(header, rows, digest, where)
@@ -174,6 +176,23 @@ def decode_header(text: bytes | str, where: str) -> tuple[Header, list[Change]]:
     if steps:
         header = changed(steps, "header", header)[1] | {"schema": SCHEMA, "fields": FIELD_HASH}
     return msgspec.convert(header, Header), steps
+
+
+def apart(row: Row) -> tuple[bytes, bytes | None]:
+    """The JSON body of a row's record, and the bytes beside it."""
+    field = BYTES.get(type(row.record))
+    if field is None:
+        return _encode(row.record), row.blob
+    return _encode(replace(row.record, **{field: b""})), getattr(row.record, field)
+
+
+def together(seq: int, time: float, kind: str, body: str, blob: bytes | None, where: str, steps: list[Change]) -> Row:
+    """The row of such parts. Raises `SchemaUnsupported`."""
+    record = decode_record(kind, body, where, steps)
+    field = BYTES.get(type(record))
+    if field is None:
+        return Row(seq, time, record, blob)
+    return Row(seq, time, replace(record, **{field: blob or b""}))
 
 
 def decode_record(kind: str, body: str, where: str, steps: list[Change]) -> Record:

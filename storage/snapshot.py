@@ -27,13 +27,16 @@ from storage.ledger import (
     UNKNOWN_VERSION,
     Block,
     Boundary,
+    Export,
     Group,
     Inherited,
     Lease,
     Ledger,
+    Obligation,
     Policy,
     Quarantined,
     Recipe,
+    Requested,
     Rollout,
     Step,
     TrainedGroup,
@@ -70,6 +73,7 @@ class Head(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     retired_blocks: list[str]
     policy: Policy | None
     initial_weights: str
+    obligations: list[Obligation]
     due: list[tuple[str, int]]
     evaluated: list[tuple[str, int]]
     settings: dict[str, str]
@@ -100,7 +104,9 @@ class SnapshotHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 _TYPES: dict[str, type] = {
-    "head": Head, "group": Group, "rollout": Rollout, "boundary": Boundary, "recipe": Recipe, "lease": Lease,
+    "head": Head, "group": Group, "rollout": Rollout, "boundary": Boundary, "requested": Requested, "export": Export,
+    "obligation": Obligation,
+    "receipt": schema.Receipt, "recipe": Recipe, "lease": Lease,
     "trained": TrainedGroup, "step": Step, "block": Block, "quarantined": Quarantined, "policy": Policy,
     "inherited": Inherited,
 }  # fmt: skip
@@ -123,7 +129,8 @@ def ledger_rows(ledger: Ledger) -> list[SnapshotRow]:
         ledger.num_siblings, ledger.incarnation, ledger.recipe, ledger.frontier, list(ledger.completed),
         ledger.consumed.intervals(), ledger.discarded.intervals(), ledger.lease, ledger.next_lease, ledger.step,
         ledger.state_digest, ledger.weights_digest, ledger.checkpoints, ledger.kept, ledger.retired,
-        list(ledger.retired_blocks), ledger.policy, ledger.initial_weights, list(ledger.due), sorted(ledger.evaluated),
+        list(ledger.retired_blocks), ledger.policy, ledger.initial_weights,
+        list(ledger.obligations.values()), list(ledger.due), sorted(ledger.evaluated),
         ledger.settings, ledger.snapshot, ledger.history, ledger.replaced, ledger.inherited, ledger.finished,
         +ledger.counts, ledger.next_seq,
     )  # fmt: skip
@@ -217,6 +224,7 @@ def rebuild(rows: list[SnapshotRow]) -> Ledger:
     ledger.blocks, ledger.completed = tables["block"], dict.fromkeys(head.completed)
     ledger.consumed, ledger.discarded = IntervalSet.of(head.consumed), IntervalSet.of(head.discarded)
     ledger.retired_blocks = dict.fromkeys(head.retired_blocks)
+    ledger.obligations = {(o.group, o.sibling, o.attempt, o.receipt.host): o for o in head.obligations}
     ledger.due, ledger.evaluated = dict.fromkeys(head.due), set(head.evaluated)
     ledger.counts = Counter(head.counts)
     _count(ledger)

@@ -11,6 +11,7 @@ from typing import Any
 
 from storage import evaluation_transitions as evaluations
 from storage import fork_transitions as forks
+from storage import obligation_transitions as obligations
 from storage import retention_transitions as retention
 from storage import rollout_transitions as rollouts
 from storage import schema
@@ -226,6 +227,8 @@ TRANSITIONS: dict[type[Record], Callable[[Ledger, int, Any], None]] = {
     schema.ResourceExported: turns.resource_exported,
     schema.ContinuationDiscarded: turns.continuation_discarded,
     schema.Sealed: rollouts.sealed,
+    schema.AckDone: obligations.ack_done,
+    schema.ObligationExpired: obligations.obligation_expired,
     schema.GroupCompleted: rollouts.group_completed,
     schema.GroupDiscarded: rollouts.group_discarded,
     schema.GroupRequeued: rollouts.group_requeued,

@@ -1,8 +1,8 @@
 """The agent loop: one rollout from its first prompt, or from its last boundary, to its reward.
 
-Each turn's tokens go to `RolloutSink` when the turn ends, or before its first action that changes a resource. An
-environment may replace the context: the rollout then goes on in a new output sample. What the loop raises ends the
-attempt; it never becomes a reward.
+Each turn's tokens go to `RolloutSink` when the turn ends, or before its first action that changes a resource, and are
+durable before the rollout's next model call. An environment may replace the context: the rollout then goes on in a new
+output sample. What the loop raises ends the attempt; it never becomes a reward.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from storage.errors import ContinuationInvalid
 from storage.ledger import Boundary
 from storage.payload import TurnRow, account_row
 from storage.samples import assemble_slot, check_spans, misfit
+from storage.schema import Receipt
 
 Generate = Callable[[GenRequest], Awaitable[Generated]]
 
@@ -33,13 +34,20 @@ class GenerationAborted(Exception):
     """The engine ended a request before its time: the attempt is aborted."""
 
 
-class AgentState(msgspec.Struct, frozen=True):
-    """What goes on after a turn: the environment's answer as token ids, whether it opens a new sample, and the
-    environment's exported state."""
+class AgentState(msgspec.Struct, frozen=True, array_like=True):
+    """What goes on after a turn: the environment's answer as token ids (int32, little-endian), whether it opens a new
+    sample, and the environment's exported state."""
 
-    answer: tuple[int, ...]
+    answer: bytes
     new_context: bool
     environment: bytes
+
+    def tokens(self) -> list[int]:
+        return np.frombuffer(self.answer, "<i4").tolist()
+
+    @classmethod
+    def of(cls, tokens: Sequence[int], environment: bytes, *, new_context: bool) -> AgentState:
+        return cls(np.array(tokens, "<i4").tobytes(), new_context, environment)
 
 
 class _Place(NamedTuple):
@@ -77,18 +85,20 @@ class RolloutSink(Protocol):
         """An answer that is about to be acted on."""
         ...
 
-    async def intent(
+    def intent(
         self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
-    ) -> None:
-        """Returns when it is durable, with everything before it."""
-        ...
+    ) -> None: ...
 
     def result(
         self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply
     ) -> None: ...
 
-    def end(self, dispatch: Dispatch, turned: Turned) -> None:
-        """The last turn, with the reward in its row."""
+    async def settled(self, dispatch: Dispatch) -> None:
+        """Returns when everything is durable that the attempt has reported."""
+        ...
+
+    def end(self, dispatch: Dispatch, turned: Turned, receipts: tuple[Receipt, ...]) -> None:
+        """The last turn, with the reward in its row, and receipts of hosts that keep the result."""
         ...
 
 
@@ -151,11 +161,11 @@ class Agent:
             pending = None
             if result.done:
                 assemble_slot(rows, identity.group, identity.sibling)
-                progress.end(turned)
+                progress.end(turned, await self._complete(dispatch, tools, call, result))
                 await tools.end()
                 return
             place = self._next(place, call, result, stopped)
-            progress.turn(turned, _state(episode, place), revisions, exports)
+            await progress.turn(turned, _state(episode, place), revisions, exports)
         raise ContinuationInvalid(
             f"rollout {identity} is not done after {self._environment.max_turns} turns",
             expected="an end by then",
@@ -168,6 +178,16 @@ class Agent:
         run = self._run if dispatch.plain is None else f"{self._run}@{one.incarnation}"
         sessions = Sessions(run, one.group, one.sibling, one.attempt if at is None else at.root)
         return Tools(self.hosts, sessions, Claim(one.incarnation, one.attempt), task, seed, progress)
+
+    async def _complete(
+        self, dispatch: Dispatch, tools: Tools, call: TurnRow, result: StepResult
+    ) -> tuple[Receipt, ...]:
+        """Nobody would acknowledge what an evaluation came to."""
+        if dispatch.plain is not None:
+            return ()
+        rollout = f"g{call.group}/{call.sibling}"
+        said = {"rollout": rollout, "reward": result.reward, "turns": call.turn + 1}
+        return await tools.complete(said, call.attempt, call.turn)
 
     def _next(self, place: _Place, call: TurnRow, result: StepResult, stopped: bool) -> _Place:
         if result.new_context:
@@ -206,10 +226,13 @@ class _Progress:
         self.hold_back = False
         self.call: TurnRow | None = None
 
-    def turn(self, turned: Turned, state: bytes, revisions: dict[str, int], exports: Sequence[Exported]) -> None:
+    async def turn(self, turned: Turned, state: bytes, revisions: dict[str, int], exports: Sequence[Exported]) -> None:
+        """The next model call of the rollout waits until the turn is durable, so that a crash never costs more than the
+        turn in flight."""
         self._held.append(_Held(turned, state, revisions, exports))
         if not self.hold_back:
             self._flush()
+            await self._sink.settled(self._dispatch)
 
     def _flush(self) -> None:
         for held in self._held:
@@ -220,9 +243,9 @@ class _Progress:
         self._boundary += 1
         return self._boundary - 1
 
-    def end(self, turned: Turned) -> None:
+    def end(self, turned: Turned, receipts: tuple[Receipt, ...]) -> None:
         self._flush()
-        self._sink.end(self._dispatch, turned)
+        self._sink.end(self._dispatch, turned, receipts)
 
     # ------------------------------------------------------------------ `tools.Journal`
 
@@ -234,7 +257,8 @@ class _Progress:
         return boundary
 
     async def intent(self, boundary: int, cursor: int, resource: str, revision: int, digest: str) -> None:
-        await self._sink.intent(self._dispatch, boundary, cursor, resource, revision, digest)
+        self._sink.intent(self._dispatch, boundary, cursor, resource, revision, digest)
+        await self._sink.settled(self._dispatch)
 
     def result(self, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
         self._sink.result(self._dispatch, boundary, cursor, resource, digest, reply)
@@ -243,26 +267,26 @@ class _Progress:
 def _restore(episode: Episode, at: Boundary | None) -> None:
     """Bring the environment to where the last finished turn left it."""
     if at is not None and at.state and episode.checkpoint_mode is CheckpointMode.EXPORT_RESTORE:
-        episode.restore_state(msgspec.json.decode(at.state, type=AgentState).environment)
+        episode.restore_state(msgspec.msgpack.decode(at.state, type=AgentState).environment)
 
 
 def _place(before: Sequence[TurnRow], at: Boundary | None) -> _Place:
     """Where the turn after the last finished one stands."""
     assert at is not None, "only a continuation has turns before it"
-    state = msgspec.json.decode(at.state, type=AgentState)
+    state = msgspec.msgpack.decode(at.state, type=AgentState)
     done = [row for row in before if row.turn < at.turn] if at.pending else before
     last = done[-1].sample
     if state.new_context:
-        return _Place(last + 1, [], list(state.answer))
+        return _Place(last + 1, [], state.tokens())
     context = [token for row in done if row.sample == last for token in row.tokens.tolist()]
-    return _Place(last, context, list(state.answer))
+    return _Place(last, context, state.tokens())
 
 
 def _state(episode: Episode, place: _Place) -> bytes:
     """What the turn at `place` needs to begin."""
     exports = episode.checkpoint_mode is CheckpointMode.EXPORT_RESTORE
     environment = episode.export_state() if exports else b""
-    return msgspec.json.encode(AgentState(tuple(place.fresh), not place.context, environment))
+    return msgspec.msgpack.encode(AgentState.of(place.fresh, environment, new_context=not place.context))
 
 
 def _call(identity: Identity, turn: int, place: _Place, generated: Generated) -> TurnRow:

@@ -97,6 +97,12 @@ class Environment(ABC):
         """What its episodes call, by name; asked for once in each process that runs episodes."""
         return {}
 
+    @property
+    def recipe(self) -> Sequence[type]:
+        """Classes whose modules decide, besides its own, what a result means: a group that was unfinished when their
+        code changed is redone."""
+        return ()
+
     @abstractmethod
     def __len__(self) -> int: ...
 

@@ -18,6 +18,13 @@ BUILT_IN = {
     "reverse": "gpu.environments.reverse:ReverseLetters",
     "addition": "gpu.environments.addition:Addition",
     "guess": "gpu.environments.guess:GuessLetter",
+    "cave": "gpu.environments.cave:Cave",
+    "calculate": "gpu.environments.calculate:Calculate",
+    "workspace": "gpu.environments.workspace:Workspace",
+    "ticket": "gpu.environments.ticket:Ticket",
+    "reasoning_gym": "gpu.environments.reasoning_gym:ReasoningGym",
+    "gymnasium": "gpu.environments.gymnasium_text:Gymnasium",
+    "verifiers": "gpu.environments.verifiers_env:Verifiers",
     "nemo_gym": "gpu.environments.nemo_gym:NemoGym",
 }
 GROUP = "tidegate.environments"
@@ -27,6 +34,8 @@ def make_environment(name: str, options: Mapping[str, object]) -> Environment:
     """Raises `ConfigurationRefused` for names and options that do not exist."""
     try:
         made = _load(name)(**options)
+    except ConfigurationRefused:
+        raise
     except (TypeError, ValueError) as error:
         raise ConfigurationRefused(
             f"environment {name!r} with options {dict(options)}: {error}",
@@ -45,7 +54,7 @@ def make_environment(name: str, options: Mapping[str, object]) -> Environment:
 def recipe_fingerprint(environment: Environment) -> str:
     """Digest of the code that decides what a result means: the environment with its reward, and the chat template.
     Names and options are not in it: with others a resume is refused."""
-    modules = [inspect.getmodule(type(environment)), tokenizer]
+    modules = [inspect.getmodule(type(environment)), tokenizer, *map(inspect.getmodule, environment.recipe)]
     try:
         sources = [inspect.getsource(module) for module in modules if module is not None]
     except OSError:  # a class without a file, from a notebook or an exec: nothing to compare

@@ -12,14 +12,15 @@ from __future__ import annotations
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple
 
 from gpu.environments.base import CheckpointMode
 from storage.errors import ResourceInvalid
-from storage.ledger import Export
+from storage.ledger import Export, Obligation
+from storage.schema import Receipt
 
 
 class ToolError(Exception):
@@ -111,6 +112,17 @@ class ResourceHost(ABC):
 
     async def restore(self, session: str, claim: Claim, task: bytes, seed: int, export: Export) -> None:
         """Put a session where an export says it was, whatever is here of it."""
+        raise NotImplementedError
+
+    async def complete(self, session: str, claim: Claim, result: bytes, capture: str, call: str) -> Receipt | None:
+        """End a session with the rollout's result (canonical JSON), which a host of another process keeps until it is
+        acknowledged; None: nothing is kept. The same result again gets the same receipt. `capture` and `call` name the
+        key of the rollout's tokens and its last model call."""
+        return None
+
+    async def acknowledge(self, boot: str, owed: Sequence[Obligation]) -> bool:
+        """The results are durable: process `boot` of the host may release them, all or none. False: another process
+        has taken its place. Raises when neither is sure."""
         raise NotImplementedError
 
     @abstractmethod

@@ -12,6 +12,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from gpu.environments.base import CheckpointMode
 from gpu.environments.resources import (
     Claim,
@@ -24,6 +26,7 @@ from gpu.environments.resources import (
 )
 from storage.errors import ContinuationInvalid, ResourceInvalid, TidegateError
 from storage.ledger import Boundary, Export, Requested
+from storage.schema import Receipt
 
 
 class NotContinuable(TidegateError):
@@ -87,6 +90,7 @@ class Tools:
         self._lasting: dict[str, int] = {}
         """Revisions as the boundaries have them."""
         self._exported: dict[str, int] = {}
+        self._kept: set[str] = set()
         self._open = False
         self._cursor = 0
         self._boundary: int | None = None
@@ -138,9 +142,21 @@ class Tools:
             self._lasting = {name: revision for name, revision in self._used.items() if revision}
         return acted, dict(self._lasting), [] if last else await self._exports()
 
-    async def end(self) -> None:
-        """The rollout is over: its sessions too."""
+    async def complete(self, result: Mapping[str, Any], call_attempt: int, turn: int) -> tuple[Receipt, ...]:
+        """The receipts of hosts that keep the rollout's result. `call_attempt` made its last model call, in `turn`."""
+        capture = f"g{self._sessions.group}/{self._sessions.sibling}~{call_attempt}"
+        content, found = canonical(result), list[Receipt]()
         for resource in self._used:
+            host = self._hosts[resource]
+            receipt = await host.complete(self._sessions.name, self._claim, content, capture, f"{capture}.{turn}")
+            if receipt is not None:
+                found.append(replace(receipt, host=resource))
+        self._kept = {receipt.host for receipt in found}
+        return tuple(found)
+
+    async def end(self) -> None:
+        """The rollout is over: its sessions too, but for those whose host keeps its result."""
+        for resource in self._used.keys() - self._kept:
             await self._hosts[resource].end(self._sessions.name)
 
     # ------------------------------------------------------------------ one request
@@ -215,6 +231,9 @@ class Tools:
         if standing is Standing.UNKNOWN:
             raise _lost(f"it is not known whether {resource!r} has done {request.operation!r}")
         if reply is None:
+            # The attempt that meant to do it may have gone before its intent was durable; said again, it changes
+            # nothing but that this waits for it.
+            await self._journal.intent(self._boundary, cursor, resource, request.revision, request.digest)
             return await self._make(resource, host, request, self._boundary, cursor)
         self._journal.result(self._boundary, cursor, resource, request.digest, reply)
         self._used[resource] = reply.revision
@@ -235,11 +254,13 @@ class Tools:
             raise _lost(f"it has changed {resource!r}, which can only start over")
         assert at.revisions is not None
         name, before, after = self._sessions.name, at.revisions.get(resource, 0), at.revision(resource)
-        most = after + any(one.resource == resource and one.reply is None for one in at.requests)
+        begun = any(one.resource == resource and one.reply is None for one in at.requests)
         revision = await host.claim(name, self._claim)
         export = at.exports.get(resource)
-        if revision is not None and before <= revision <= most:
+        if revision is not None and before <= revision <= after + begun:
             self._used[resource] = min(revision, after)
+        elif begun and not host.replayable:
+            raise _lost(f"of {resource!r} the session is gone that knew whether its last request was done")
         elif export is not None and export.revision == before:
             await host.restore(name, self._claim, self._task, self._seed, export)
             self._used[resource] = before

@@ -12,6 +12,7 @@ from gpu.environments.resources import Reply
 from gpu.environments.tools import Exported
 from gpu.rollout.messages import Dispatch, Identity, Outcome, PlainEnded
 from storage.payload import TurnRow
+from storage.schema import Receipt
 
 MakeAgent = Callable[[str, RolloutSink], Agent]
 """The agent of a suite by its name, with the sink it reports to."""
@@ -51,15 +52,16 @@ class Suites:
     def answered(self, dispatch: Dispatch, boundary: int, call: TurnRow) -> None:
         pass
 
-    async def intent(
-        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
-    ) -> None:
+    def intent(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str) -> None:
+        pass
+
+    async def settled(self, dispatch: Dispatch) -> None:
         """Nothing goes on after a crash here: an attempt that is lost starts over, with sessions of its own."""
 
     def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
         pass
 
-    def end(self, dispatch: Dispatch, turned: Turned) -> None:
+    def end(self, dispatch: Dispatch, turned: Turned, receipts: tuple[Receipt, ...]) -> None:
         assert turned.row is not None, "the last turn says that it is done"
         rows = [*self._turns.get(dispatch.identity, ()), turned.call]
         numbers = [span.number for row in rows for span in row.spans]

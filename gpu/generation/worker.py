@@ -7,9 +7,10 @@ ends.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, Protocol
 
 from msgspec.structs import replace
 
@@ -24,6 +25,8 @@ from gpu.generation.suites import MakeAgent, Suites
 from gpu.models.tokenizer import Tokenizer
 from gpu.rollout.messages import (
     Accepted,
+    AckBatch,
+    Acked,
     Answered,
     Dispatch,
     Ended,
@@ -54,6 +57,7 @@ from storage.payload import INLINE_BYTES, TurnRow, encode_block
 from storage.reader import PayloadReader
 from storage.retry import create_until_known
 from storage.runs import RunPaths
+from storage.schema import Receipt
 
 TAKE_S = 5.0
 LINGER_S = 0.005
@@ -79,17 +83,25 @@ class ManagerCalls(Protocol):
 
     async def settled(self, incarnation: int, seq: int) -> None: ...
 
+    async def acknowledged(self, incarnation: int, acked: Acked) -> None: ...
+
 
 class AttemptOver(Exception):
     """The attempt is not live any more: it stops, and nothing is to be said of it."""
 
 
 class _Out(NamedTuple):
-    """What is to be reported, with its token row; `durable` is told when it is, or that the attempt is over."""
+    """What is to be reported, with its token row."""
 
     row: TurnRow | None
     entry: Entry
-    durable: asyncio.Future[None] | None = None
+
+
+class _Wait(NamedTuple):
+    """Somebody waits until everything before it is durable; `durable` is told then, or that the attempt is over."""
+
+    identity: Identity
+    durable: asyncio.Future[None]
 
 
 class RolloutWorker:
@@ -119,7 +131,8 @@ class RolloutWorker:
         self._clients: dict[str, EngineClient] = {}
         self._serving: tuple[str, ...] = ()
         self._running: dict[asyncio.Task[None], Identity] = {}
-        self._out: list[_Out] = []
+        self._out: list[_Out | _Wait] = []
+        self._seq = -1
         self._settling: set[asyncio.Task[None]] = set()
         self._reported = Signal()
         self._blocks = 0
@@ -158,6 +171,8 @@ class RolloutWorker:
                 continue
             work = await self._manager.take(self._incarnation, self._name, room, TAKE_S)
             self._serving = work.engines or self._serving
+            for batch in work.acks:
+                self._beside(self._acknowledge(batch))
             for dispatch in work.dispatches:
                 task = asyncio.create_task(self._attempt(dispatch))
                 self._running[task] = dispatch.identity
@@ -238,27 +253,29 @@ class RolloutWorker:
         one = dispatch.identity
         self._push(call, Answered(one, boundary, call.turn, call.sample, -1, call.start, len(call.tokens), call.oldest))
 
-    async def intent(
-        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
-    ) -> None:
-        durable = asyncio.get_running_loop().create_future()
-        self._push(None, Intent(dispatch.identity, boundary, cursor, resource, revision, digest), durable)
-        await durable
+    def intent(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str) -> None:
+        self._push(None, Intent(dispatch.identity, boundary, cursor, resource, revision, digest))
 
     def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
         self._push(None, Result(dispatch.identity, boundary, cursor, resource, reply.revision, digest, reply.content))
 
-    def end(self, dispatch: Dispatch, turned: Turned) -> None:
+    async def settled(self, dispatch: Dispatch) -> None:
+        durable = asyncio.get_running_loop().create_future()
+        self._out.append(_Wait(dispatch.identity, durable))
+        self._reported.notify()
+        await durable
+
+    def end(self, dispatch: Dispatch, turned: Turned, receipts: tuple[Receipt, ...]) -> None:
         assert turned.row is not None, "the last turn says that it is done"
         call, row = turned.call, turned.row
         sealed = Ended(dispatch.identity, Outcome.SEALED, -1, call.num_generated, call.oldest, row.reward,
-                       samples=call.sample + 1)  # fmt: skip
+                       samples=call.sample + 1, receipts=receipts)  # fmt: skip
         self._push(row, sealed)
 
     # ------------------------------------------------------------------ reports
 
-    def _push(self, row: TurnRow | None, entry: Entry, durable: asyncio.Future[None] | None = None) -> None:
-        self._out.append(_Out(row, entry, durable))
+    def _push(self, row: TurnRow | None, entry: Entry) -> None:
+        self._out.append(_Out(row, entry))
         self._reported.notify()
 
     async def _report_loop(self) -> None:
@@ -270,16 +287,35 @@ class RolloutWorker:
                 await asyncio.sleep(LINGER_S)
                 continue
             batch, self._out = self._out[:MAX_REPORT], self._out[MAX_REPORT:]
-            report = await asyncio.to_thread(self._encode, batch)
-            accepted = await self._manager.report(self._incarnation, report)
-            self._stop_attempts(accepted.over)
-            waiting = {out.entry.identity: out.durable for out in batch if out.durable is not None}
-            for identity in accepted.over:
-                _tell(waiting.pop(identity, None), AttemptOver())
+            waiting = {one.identity: one.durable for one in batch if isinstance(one, _Wait)}
+            said = [one for one in batch if isinstance(one, _Out)]
+            if said:
+                report = await asyncio.to_thread(self._encode, said)
+                accepted = await self._manager.report(self._incarnation, report)
+                self._seq = accepted.seq
+                self._stop_attempts(accepted.over)
+                for identity in accepted.over:
+                    _tell(waiting.pop(identity, None), AttemptOver())
             if waiting:
-                settling = asyncio.create_task(self._settle(accepted.seq, list(waiting.values())))
-                self._settling.add(settling)
-                settling.add_done_callback(self._settling.discard)
+                self._beside(self._settle(self._seq, list(waiting.values())))
+
+    def _beside(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._settling.add(task)
+        task.add_done_callback(self._settling.discard)
+
+    async def _acknowledge(self, batch: AckBatch) -> None:
+        """Deliver to a host that its results are durable; it is tried again elsewhere when that fails."""
+        host = self._agent.hosts.get(batch.host)
+        try:
+            if host is None:
+                raise KeyError(f"no resource {batch.host!r} here")
+            done = await host.acknowledge(batch.boot, batch.owed)
+            acked = Acked(batch, done, replaced=not done, detail="" if done else "another process is in its place")
+        except Exception as error:  # noqa: BLE001 - a host may raise anything; what is owed stays owed
+            acked = Acked(batch, done=False, detail=f"{type(error).__name__}: {error}"[:300])
+        with contextlib.suppress(RunFenced, ActorLost):
+            await self._manager.acknowledged(self._incarnation, acked)
 
     def _stop_attempts(self, over: Sequence[Identity]) -> None:
         """Nothing that they still do can count."""
@@ -309,7 +345,7 @@ class RolloutWorker:
         turns: list[Progress] = []
         ended: list[Ended] = []
         plain: list[PlainEnded] = []
-        for at, (row, entry, _) in enumerate(batch):
+        for at, (row, entry) in enumerate(batch):
             if isinstance(entry, PlainEnded):
                 plain.append(entry)
             elif isinstance(entry, Ended):

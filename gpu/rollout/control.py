@@ -302,6 +302,7 @@ class RolloutControl:
             "live_plain": self.plain.live,
             "evaluations": self.evaluations.status(),
             "spilled_blocks": self.books.hot.spilled,
+            "acknowledgements": self.results.acknowledging.status(),
             "group_level_work": self.results.judging.status(self.books.clock.monotonic()),
             "submission_waits_for": idle.reason if (idle := self.scheduler.why_idle()) else "",
             "counts": dict(ledger.counts),

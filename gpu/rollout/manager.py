@@ -26,7 +26,7 @@ from gpu.rollout.evaluation import Suite
 from gpu.rollout.evaluation_calls import EvaluationCalls
 from gpu.rollout.group_work import judge_groups
 from gpu.rollout.limits import Limits
-from gpu.rollout.messages import Accepted, Caller, Grant, Hold, Report, Wait, Work
+from gpu.rollout.messages import Accepted, Acked, Caller, Grant, Hold, Report, Wait, Work
 from gpu.rollout.operations import Operations
 from gpu.rollout.pausing import Pausing
 from gpu.rollout.people_calls import PeopleCalls
@@ -162,10 +162,11 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
                     action="stop; another one has its attempts",
                 )
             taken = self.control.take(worker, limit) if self.engines.names else []
+            acks = self.control.results.acknowledging.take()
             left = deadline - self._clock.monotonic()
-            if taken or left <= 0:
+            if taken or acks or left <= 0:
                 self.committer.appended()
-                return Work(taken, self.engines.names)
+                return Work(taken, self.engines.names, acks)
             await wait_event(event, left)
 
     async def report(self, incarnation: int, report: Report) -> Accepted:
@@ -175,6 +176,13 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         self.committer.appended()
         self.changed.notify()
         return accepted
+
+    async def acknowledged(self, incarnation: int, acked: Acked) -> None:
+        """A worker delivered acknowledgements to a host, or could not."""
+        self.callers.check(Caller(incarnation))
+        self.control.results.acknowledging.answer(acked)
+        self.committer.appended()
+        self.changed.notify()
 
     async def settled(self, incarnation: int, seq: int) -> None:
         """Returns when record `seq` is durable: what a worker waits for before it changes anything outside. Raises

@@ -9,7 +9,8 @@ from enum import Enum
 
 import msgspec
 
-from storage.ledger import Block, Boundary, Lease
+from storage.ledger import Block, Boundary, Lease, Obligation
+from storage.schema import Receipt
 
 
 class Outcome(Enum):
@@ -74,14 +75,32 @@ class Dispatch(msgspec.Struct, frozen=True, gc=False):
     plain: PlainTask | None = None
 
 
+class AckBatch(msgspec.Struct, frozen=True):
+    """Acknowledgements to deliver to one process of a host, all or none."""
+
+    host: str
+    boot: str
+    owed: tuple[Obligation, ...]
+
+
+class Acked(msgspec.Struct, frozen=True):
+    """What became of a batch: `done`, or the host's process was `replaced`, or neither, for a reason."""
+
+    batch: AckBatch
+    done: bool
+    replaced: bool = False
+    detail: str = ""
+
+
 class Work(msgspec.Struct, frozen=True):
-    """Attempts for a worker, and the engines that have confirmed the current version."""
+    """Attempts for a worker, the engines that have confirmed the current version, and acknowledgements to deliver."""
 
     dispatches: list[Dispatch]
     engines: tuple[str, ...]
+    acks: tuple[AckBatch, ...] = ()
 
 
-class Turn(msgspec.Struct, frozen=True, gc=False):
+class Turn(msgspec.Struct, frozen=True, gc=False, tag=True):
     """A finished turn of a live attempt, see `storage.schema.TurnCommitted`: row `row` of the report's block, -1
     without one; the agent's and the environment's state after it."""
 
@@ -97,7 +116,7 @@ class Turn(msgspec.Struct, frozen=True, gc=False):
     revisions: dict[str, int] = {}
 
 
-class Answered(msgspec.Struct, frozen=True, gc=False):
+class Answered(msgspec.Struct, frozen=True, gc=False, tag=True):
     """The answer of a live attempt that is about to be acted on, see `storage.schema.ModelAnswered`."""
 
     identity: Identity
@@ -110,7 +129,7 @@ class Answered(msgspec.Struct, frozen=True, gc=False):
     oldest: int
 
 
-class Intent(msgspec.Struct, frozen=True, gc=False):
+class Intent(msgspec.Struct, frozen=True, gc=False, tag=True):
     """See `storage.schema.RequestIntent`."""
 
     identity: Identity
@@ -121,7 +140,7 @@ class Intent(msgspec.Struct, frozen=True, gc=False):
     digest: str
 
 
-class Result(msgspec.Struct, frozen=True, gc=False):
+class Result(msgspec.Struct, frozen=True, gc=False, tag=True):
     """See `storage.schema.RequestResult`."""
 
     identity: Identity
@@ -133,7 +152,7 @@ class Result(msgspec.Struct, frozen=True, gc=False):
     reply: bytes
 
 
-class Exported(msgspec.Struct, frozen=True, gc=False):
+class Exported(msgspec.Struct, frozen=True, gc=False, tag=True):
     """See `storage.schema.ResourceExported`."""
 
     identity: Identity
@@ -158,6 +177,8 @@ class Ended(msgspec.Struct, frozen=True, gc=False):
     reward: float = 0.0
     detail: str = ""
     samples: int = 1
+    receipts: tuple[Receipt, ...] = ()
+    """Of hosts that keep the result; their places are filled in."""
 
 
 class PlainEnded(msgspec.Struct, frozen=True, gc=False):

@@ -92,14 +92,26 @@ def _problem(entry: Progress, rollout: Rollout, rows: set[int], newest: int) -> 
     last = rollout.boundary
     if entry.row in rows:
         return f"row {entry.row} is another's"
-    if not rollout.minted_version <= entry.oldest <= newest:
-        return f"tokens of version {entry.oldest}, dispatched at {rollout.minted_version}, published up to {newest}"
+    if not first_version(rollout) <= entry.oldest <= newest:
+        return version_problem(entry.oldest, rollout, newest)
     if last is not None and last.pending:
         return ""
     number, sample = (last.turn, last.sample) if last else (-1, -1)
     if entry.row < 0 or entry.turn != number + 1:
         return f"turn {entry.turn} in row {entry.row} after turn {number}"
     return "" if entry.sample in next_samples(sample) else f"sample {entry.sample} after sample {sample}"
+
+
+def first_version(rollout: Rollout) -> int:
+    """The oldest version that the tokens of a reported turn may have: the one at the dispatch, unless they are durable
+    already and perhaps of an older attempt."""
+    last = rollout.boundary
+    return rollout.oldest if last is not None and last.pending else rollout.minted_version
+
+
+def version_problem(oldest: int, rollout: Rollout, newest: int) -> str:
+    """Which rule such tokens break."""
+    return f"tokens of version {oldest}, expected {first_version(rollout)}, the first one, to {newest}, the newest"
 
 
 def _record(books: Books, report: Report, entry: Progress, use_block: Callable[[Report], None]) -> str:

@@ -11,12 +11,15 @@ from collections.abc import Callable, Sequence
 from math import isfinite
 from typing import cast
 
+from msgspec.structs import replace
+
+from gpu.rollout.acknowledging import Acknowledging
 from gpu.rollout.admission import Admission
 from gpu.rollout.books import Books
 from gpu.rollout.judging import Judging
 from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report
-from gpu.rollout.progress import Applied, apply_progress
+from gpu.rollout.progress import Applied, apply_progress, first_version, version_problem
 from gpu.rollout.scheduler import Scheduler, spent
 from storage import schema
 from storage.errors import TwoOwners
@@ -60,6 +63,7 @@ class Results:
         for group in books.ledger.groups.values():
             if group.state is GENERATING and group.num_sealed == len(group.rollouts):
                 self.judging.add(group.ordinal)
+        self.acknowledging = Acknowledging(books)
         self.unpublished: deque[tuple[int, list[Identity]]] = deque()
         self.ignored: Counter[str] = Counter()
 
@@ -104,6 +108,7 @@ class Results:
                 self.ignored[ended.outcome.value] += 1
                 continue
             latest = rollout.boundary
+            first = rollout.minted_version if latest is None or not latest.pending else rollout.oldest
             if entangled:
                 seen.add(id(rollout))
                 taken = ended.row in rows
@@ -113,7 +118,7 @@ class Results:
                 taken
                 or ended.row < 0
                 or ended.tokens < 1
-                or not rollout.minted_version <= ended.oldest <= newest
+                or not first <= ended.oldest <= newest
                 or not isfinite(ended.reward)
                 or (ended.samples != 1 if latest is None else not _fits(ended, latest))
             ):
@@ -162,19 +167,21 @@ class Results:
     def _seal(self, block: str, sealed: list[Ended]) -> None:
         identities = [ended.identity for ended in sealed]
         ordinals = tuple([identity.group for identity in identities])
-        seq = self._books.record(
-            schema.Sealed(
-                block,
-                ordinals,
-                tuple([identity.sibling for identity in identities]),
-                tuple([identity.attempt for identity in identities]),
-                tuple([ended.row for ended in sealed]),
-                tuple([ended.samples for ended in sealed]),
-                tuple([ended.tokens for ended in sealed]),
-                tuple([ended.oldest for ended in sealed]),
-                tuple([ended.reward for ended in sealed]),
-            )
+        record = schema.Sealed(
+            block,
+            ordinals,
+            tuple([identity.sibling for identity in identities]),
+            tuple([identity.attempt for identity in identities]),
+            tuple([ended.row for ended in sealed]),
+            tuple([ended.samples for ended in sealed]),
+            tuple([ended.tokens for ended in sealed]),
+            tuple([ended.oldest for ended in sealed]),
+            tuple([ended.reward for ended in sealed]),
+            _receipts(sealed),
         )
+        seq = self._books.record(record)
+        if record.receipts:
+            self.acknowledging.owe(seq, record)
         self._scheduler.published(identities)
         self.unpublished.append((seq, identities))
         groups = self._books.ledger.groups
@@ -322,6 +329,10 @@ class Results:
             self._admission.ended(self.unpublished.popleft()[1])
 
 
+def _receipts(sealed: Sequence[Ended]) -> tuple[schema.Receipt, ...]:
+    return tuple([replace(one, place=place) for place, ended in enumerate(sealed) for one in ended.receipts])
+
+
 def _repeats(ended: Sequence[Ended]) -> bool:
     """Whether a report names an attempt or a row of its block twice."""
     return len({one.row for one in ended}) < len(ended) or len({one.identity for one in ended}) < len(ended)
@@ -333,8 +344,8 @@ def _problem(ended: Ended, rollout: Rollout, newest: int) -> str:
         return f"reward {ended.reward} is not finite"
     if ended.tokens < 1 or ended.row < 0:
         return "no generated token"
-    if not rollout.minted_version <= ended.oldest <= newest:
-        return f"tokens of version {ended.oldest}, dispatched at {rollout.minted_version}, published up to {newest}"
+    if not first_version(rollout) <= ended.oldest <= newest:
+        return version_problem(ended.oldest, rollout, newest)
     return f"{ended.samples} samples, which do not follow from the turns before"
 
 

@@ -94,11 +94,15 @@ def arrived(ledger: Ledger, ordinal: int) -> bool:
 
 
 class TrappedTrainer(TrainerHost):
-    """Calls `trap(step)` after each optimizer step, before anybody learns of it."""
+    """Calls `trap(step)` after each optimizer step, before anybody learns of it, and `trap(-step)` before a redo."""
 
     def __init__(self, spec: RunSpec, store: Store, trap: Any) -> None:
         super().__init__(store, spec.run, lambda: build_trainer(spec))
         self._trap = trap
+
+    async def redo(self, caller: Caller, step: int) -> Trained:
+        self._trap(-step)
+        return await super().redo(caller, step)
 
     async def train(self, caller: Caller, grant: Grant) -> Trained:
         trained = await super().train(caller, grant)
@@ -180,9 +184,12 @@ class Killer:
         self._dice.shuffle(kinds)
         self._plan = list(zip(sorted(self._dice.sample(range(1, GROUPS - BATCH), len(kinds))), kinds, strict=True))
         self.killed: list[str] = []
+        self.redone = 0
+        """Steps, whoever learned of it: the record goes with a manager that dies directly afterwards."""
         self.house: House
 
     def trap(self, step: int) -> None:
+        self.redone += step < 0
         if step >= self._before_commit_of and self._between not in self.killed and self._may_die(self._between):
             self._kill(self._between)
 
@@ -202,7 +209,8 @@ class Killer:
             return True
         saved = [record.step for record in records(self.house) if isinstance(record, schema.CheckpointPublished)]
         done = [record.step for record in records(self.house) if isinstance(record, schema.StepCommitted)]
-        return bool(saved) and done[-1] > saved[-1]
+        every = self.house.spec.steps.checkpoint_every  # no newer checkpoint is on its way
+        return bool(saved) and saved[-1] < done[-1] < saved[-1] + every
 
     def _kill(self, kind: str) -> bool:
         hit = self.house.kill(kind, self._dice)
@@ -222,7 +230,7 @@ async def with_kills(folder: Path, seed: int, order: Sequence[int] | None, **rol
     killer.house = house_of(folder, seed, order, killer.trap, **rollout)
     await killer.house.run(killer.chaos)
     assert sorted(killer.killed) == ["driver", "engine", "manager", "trainer", "worker"]
-    assert any(resumed.redone for resumed in killer.house.resumed)
+    assert killer.redone
     return outcome(killer.house)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,19 +15,21 @@ from gpu.generation.engine import Cached, Finish, Generated, GenRequest, Version
 from gpu.generation.fake_engine import FakeEngine
 from gpu.models.tokenizer import CharTokenizer, Message
 from gpu.rollout.messages import Continuation, Dispatch, Identity
+from storage.ledger import Boundary
 from storage.payload import TurnRow, VersionSpan
+from storage.samples import Sample, assemble_slot
+from storage.schema import Receipt
 
 TOKENIZER = CharTokenizer()
 
 
 class Sink:
-    """Keeps what an agent reports. `records` are its actions, in order; `durable` is called with each intent."""
+    """Keeps what an agent reports. `records` are its actions, in order."""
 
     def __init__(self) -> None:
         self.turns: list[tuple[int, TurnRow, bytes]] = []
         self.ended: list[TurnRow] = []
         self.records: list[tuple[Any, ...]] = []
-        self.durable: Callable[[int, int], None] = lambda boundary, cursor: None
 
     def turn(
         self,
@@ -44,19 +46,19 @@ class Sink:
     def answered(self, dispatch: Dispatch, boundary: int, call: TurnRow) -> None:
         self.records.append(("answered", boundary, call))
 
-    async def intent(
-        self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str
-    ) -> None:
+    def intent(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, revision: int, digest: str) -> None:
         self.records.append(("intent", boundary, cursor, resource, revision, digest))
-        self.durable(boundary, cursor)
+
+    async def settled(self, dispatch: Dispatch) -> None:
+        """At once."""
 
     def result(self, dispatch: Dispatch, boundary: int, cursor: int, resource: str, digest: str, reply: Reply) -> None:
         self.records.append(("result", boundary, cursor, resource, digest, reply))
 
-    def end(self, dispatch: Dispatch, turned: Turned) -> None:
+    def end(self, dispatch: Dispatch, turned: Turned, receipts: tuple[Receipt, ...]) -> None:
         assert turned.row is not None
         self.ended.append(turned.row)
-        self.records.append(("end", turned))
+        self.records.append(("end", turned, receipts))
 
     @property
     def rows(self) -> list[TurnRow]:
@@ -100,3 +102,33 @@ def faked(version: int = 3) -> Generate:
         return ended[0]
 
     return generate
+
+
+def durable(records: Sequence[tuple[Any, ...]]) -> list[TurnRow]:
+    """The rows that a sink was told of, in order."""
+    rows: list[TurnRow] = []
+    for record in records:
+        if record[0] == "answered":
+            rows.append(record[2])
+        elif record[0] in ("turn", "end"):
+            row = record[2 if record[0] == "turn" else 1].row
+            rows += [] if row is None else [row]
+    return rows
+
+
+async def interrupted(environment: Environment, answers: Sequence[str], cut: int) -> tuple[list[Sample], list[Sample]]:
+    """The samples of a rollout of task 0 that was played whole, and of one that died after `cut` turns and went on."""
+    whole, resumed = Sink(), Sink()
+    await agent(environment, scripted(*answers), whole).run(dispatch(), [])
+    ends = [position for position, record in enumerate(whole.records) if record[0] == "turn"]
+    last = ends[cut - 1]
+    _, boundary, _, state, revisions, _ = whole.records[last]
+    turns = [record for record in whole.records[: last + 1] if record[0] == "turn"]
+    exports = {one.resource: one.export for record in turns for one in record[5]}
+    at = Boundary(boundary, cut - 1, 0, state, 0, 0, 0, revisions=revisions, exports=exports)
+    before = durable(whole.records[: last + 1])
+    generate = scripted(*answers[cut:])
+    going_on = dispatch(0, 1, boundary + 1, Continuation((), {}, {}, at))
+    await agent(environment, generate, resumed).run(going_on, before)
+    assert len(generate.prompts) == len(ends) + 1 - cut, "finished turns are not generated again"
+    return assemble_slot(durable(whole.records), 0, 0), assemble_slot([*before, *durable(resumed.records)], 0, 0)

@@ -12,6 +12,7 @@ from gpu.generation.engine import Finish
 from gpu.models.tokenizer import Message
 from gpu.rollout.messages import Continuation
 from storage.errors import ReferenceInvalid
+from storage.ledger import Boundary
 from storage.payload import VersionSpan
 from storage.samples import Sample, assemble_slot
 from tests.gpu.agents import TOKENIZER, Sink, agent, dispatch, faked, scripted
@@ -31,7 +32,7 @@ async def test_a_compacted_conversation_goes_on_in_a_sample_of_its_own() -> None
     assert [(row.turn, row.sample, row.start, row.done) for row in sink.rows] == [
         (0, 0, 0, False), (1, 0, 2, False), (2, 1, 0, False), (3, 1, 4, False), (4, 2, 0, True)
     ]  # fmt: skip
-    assert [msgspec.json.decode(state, type=AgentState).new_context for _, _, state in sink.turns] == [
+    assert [msgspec.msgpack.decode(state, type=AgentState).new_context for _, _, state in sink.turns] == [
         False, True, False, True
     ]  # fmt: skip
     samples = assemble_slot(sink.rows, GROUP, 0)
@@ -55,7 +56,8 @@ async def test_a_rollout_killed_in_any_of_its_samples_goes_on_as_if_uninterrupte
     boundary, _, state = whole.turns[cut - 1]
     before = whole.rows[:cut]
     resumed = Sink()
-    continuation = Continuation((), {}, {}, cut - 1, state)
+    at = Boundary(boundary, cut - 1, before[-1].sample, state, 0, 0, 0)
+    continuation = Continuation((), {}, {}, at)
     await agent(compacting(), faked(version=4), resumed).run(dispatch(GROUP, 1, boundary + 1, continuation), before)
     assert [row.turn for row in resumed.rows] == list(range(cut, 5)), "finished turns are not generated again"
     joined, reference = assemble_slot([*before, *resumed.rows], GROUP, 0), assemble_slot(whole.rows, GROUP, 0)
@@ -126,7 +128,7 @@ async def test_turns_that_do_not_make_samples_are_not_reported_as_a_result() -> 
     await agent(compacting(), faked(), whole).run(dispatch(GROUP), [])
     boundary, _, state = whole.turns[1]
     other = [whole.rows[1], whole.rows[1]]
-    continuation = Continuation((), {}, {}, 1, state)
+    continuation = Continuation((), {}, {}, Boundary(boundary, 1, 0, state, 0, 0, 0))
     with pytest.raises(ReferenceInvalid):
         await agent(compacting(), faked(), resumed).run(dispatch(GROUP, 1, boundary + 1, continuation), other)
     assert resumed.ended == []

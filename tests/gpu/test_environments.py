@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,10 +13,9 @@ from gpu.environments.base import Action, CheckpointMode, Environment, Episode, 
 from gpu.environments.registry import make_environment
 from gpu.generation.engine import Finish
 from gpu.models.tokenizer import Message
-from gpu.rollout.messages import Continuation, Dispatch
+from gpu.rollout.messages import Continuation
 from storage.errors import ConfigurationRefused, ContinuationInvalid
 from storage.ledger import Boundary
-from storage.payload import TurnRow
 from storage.samples import assemble_slot
 from tests.gpu.agents import TOKENIZER, Sink, agent, dispatch, scripted
 
@@ -114,14 +114,14 @@ async def test_turns_of_an_environment_that_can_only_restart_come_with_the_end()
     seen: list[int] = []
     end = sink.end
 
-    def ending(d: Dispatch, row: TurnRow) -> None:
+    def ending(*said: Any) -> None:
         seen.append(len(sink.turns))
-        end(d, row)
+        end(*said)
 
     sink.end = ending
     await agent(Restarting(), generate, sink).run(dispatch(), [])
     assert seen == [1]
-    assert msgspec.json.decode(sink.turns[0][2], type=AgentState).environment == b""
+    assert msgspec.msgpack.decode(sink.turns[0][2], type=AgentState).environment == b""
 
 
 async def test_a_broken_world_and_an_endless_one_raise_and_give_no_reward() -> None:

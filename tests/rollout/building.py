@@ -11,6 +11,7 @@ from gpu.rollout.evaluation import Suite
 from gpu.rollout.limits import Limits, Order, Submission
 from gpu.rollout.messages import Dispatch, Ended, Grant, Outcome, PlainEnded, Report, Turn, Wait
 from gpu.rollout.results import GroupFilter, keep_all
+from gpu.rollout.topology import NO_RESOURCES, Topology
 from storage.clock import VirtualClock
 from storage.filesystem import Store
 from storage.history import read_all
@@ -61,9 +62,10 @@ class Bench:
         created: bool = False,
         suites: Sequence[Suite] = (),
         retention: Retention = RETENTION,
+        topology: Topology = NO_RESOURCES,
         **changes: object,
     ) -> None:
-        self.suites, self.retention = suites, retention
+        self.suites, self.retention, self.topology = suites, retention, topology
         self.limits = limits(**changes)
         self.clock = VirtualClock()
         self.store = store or MemoryStore()
@@ -87,6 +89,7 @@ class Bench:
         self.control = RolloutControl(
             claimed.ledger, self.writer, self.limits, self.clock, length=self.length, group_filter=self.group_filter,
             judged_outside=self.judged_outside, suites=self.suites, retention=self.retention,
+            topology=self.topology,
         )  # fmt: skip
 
     def judge_outside(self) -> None:
@@ -129,7 +132,7 @@ class Bench:
     def rows(self, dispatches: list[Dispatch], reward: float, version: int | None = None) -> list[TurnRow]:
         """The last turns of attempts."""
         return [
-            self.row(d, d.continuation.turn + 1 if d.continuation else 0, d.version if version is None else version,
+            self.row(d, d.continuation.at.turn + 1 if d.continuation else 0, d.version if version is None else version,
                      reward)
             for d in dispatches
         ]  # fmt: skip
@@ -158,7 +161,7 @@ class Bench:
         self.blocks += 1
         row = self.row(dispatch, turn, dispatch.version, 0.0, done=False)
         block = encode_block(f"{self.control.ledger.incarnation}-w-{self.blocks}", [row])
-        made = Turn(dispatch.identity, boundary, turn, 0, 0, dispatch.version, b"state")
+        made = Turn(dispatch.identity, boundary, turn, 0, 0, 2 * turn, 2, dispatch.version, b"state")
         return Report("w", block.name, block.digest, len(block.data), block.data, (made,), ())
 
     def seal(self, dispatches: list[Dispatch], reward: float = 1.0, version: int | None = None) -> None:

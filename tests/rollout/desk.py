@@ -153,7 +153,7 @@ class Desk:
     async def turn(self, dispatch: Dispatch) -> None:
         """The first turn of an attempt."""
         self.blocks += 1
-        turn = Turn(dispatch.identity, dispatch.boundary, 0, 0, 0, dispatch.version, b"state")
+        turn = Turn(dispatch.identity, dispatch.boundary, 0, 0, 0, 0, 2, dispatch.version, b"state")
         report = Report("w", f"b{self.blocks}", "0" * 64, 0, None, (turn,), ())
         await self.manager.report(self.manager.incarnation, report)
 

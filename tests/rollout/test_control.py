@@ -418,8 +418,8 @@ class TestTurns:
         again = bench.control.take("w2", 1)[0]
         assert again.identity == Identity(0, 0, 1, 1)
         assert again.boundary == 1
-        assert again.continuation.turn == 0
-        assert again.continuation.state == b"state"
+        assert again.continuation.at.turn == 0
+        assert again.continuation.at.state == b"state"
         assert set(again.continuation.hot) == set(again.continuation.blocks)
 
     def test_a_continuation_survives_a_crash_of_the_manager(self) -> None:

@@ -325,4 +325,4 @@ def test_an_attempt_goes_on_after_the_turns_that_its_predecessor_finished(how: O
     again = next(d for d in everything(bench) if (d.identity.group, d.identity.sibling) == (0, 0))
     assert again.identity.attempt == 1
     assert again.continuation is not None
-    assert (again.continuation.turn, len(again.continuation.rows)) == (2, 3)
+    assert (again.continuation.at.turn, len(again.continuation.rows)) == (2, 3)

@@ -17,7 +17,11 @@ def started() -> tuple[Bench, list[Dispatch]]:
 def turn_report(bench: Bench, dispatch: Dispatch, *turns: tuple[int, int]) -> Report:
     """One report of turns (turn, sample), with ascending boundaries and rows."""
     report = bench.turn_of(dispatch, 0, 0)
-    made = [Turn(dispatch.identity, at, turn, sample, at, 0, b"") for at, (turn, sample) in enumerate(turns)]
+    samples = [sample for _, sample in turns]
+    made = [
+        Turn(dispatch.identity, at, turn, sample, at, 2 * samples[:at].count(sample), 2, 0, b"")
+        for at, (turn, sample) in enumerate(turns)
+    ]
     return msgspec.structs.replace(report, turns=tuple(made))
 
 
@@ -94,8 +98,8 @@ def test_a_malformed_turn_keeps_the_turns_before_it_for_the_next_attempt() -> No
     bench.clock.advance(100.0)
     again = next(d for d in bench.control.take("w", 100) if d.identity == Identity(0, 0, 1, 1))
     assert again.continuation is not None
-    assert (again.boundary, again.continuation.turn) == (2, 1)
-    last = Turn(again.identity, 2, 2, 1, 0, 0, b"")
+    assert (again.boundary, again.continuation.at.turn) == (2, 1)
+    last = Turn(again.identity, 2, 2, 1, 0, 2, 2, 0, b"")
     assert bench.control.report(msgspec.structs.replace(bench.turn_of(again, 2, 2), turns=(last,))).accepted == 1
 
 

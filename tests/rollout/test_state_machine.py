@@ -20,7 +20,9 @@ from gpu.rollout import leasing
 from gpu.rollout.admission import Admission
 from gpu.rollout.control import RolloutControl
 from gpu.rollout.messages import Outcome
+from gpu.rollout.scheduler import Scheduler
 from gpu.rollout.staleness import Selection
+from storage import turn_transitions
 from storage.errors import LedgerInvalid
 from storage.schema import KIND_OF, Forked
 from storage.transitions import TRANSITIONS
@@ -36,7 +38,13 @@ REASONS = {
     "attempt_abandoned sibling_ended",
     *(f"group_discarded {reason}" for reason in ("zero_variance", "end_of_source", "run_finished")),
     *(f"group_requeued {reason}" for reason in ("stale", "deadline", "overflow", "prompt_group", "recipe_changed")),
+    "continuation_discarded boom", "continuation_discarded restart_only:", "given up at a claim", "given up at a mint",
     "continued", "lease_final", "holds expired", "evaluation mixed",
+}  # fmt: skip
+ACTIONS = {
+    "continued from an answer", "continued with an open request", "result for an older attempt", "change", "no change",
+    "turn with an account", "turn without an account", "sealed out of an answer",
+    "malformed: seal with an open request",
 }  # fmt: skip
 REFUSALS = {
     "checkpoint with an open lease", "commit after rollback", "commit of another step", "end with an open lease",
@@ -44,6 +52,13 @@ REFUSALS = {
     "repeated evaluation", "repeated revert",
     "repeated publication", "repeated release", "repeated rollback", "rollback after commit", "unknown commit",
     "unknown rollback", "version that nobody published", "wrong epoch",
+    "action that is left out", "boundary that is left out", "boundary that was", "change without an intent",
+    "discard of a live rollout", "discard of a result", "discard of a rollout without turns",
+    "export of another revision", "intent of an older answer", "intent of another revision", "intent that was",
+    "intent while another is open", "intent without an answer", "turn of an older boundary",
+    "result before its turn", "result of another input", "result of another resource", "result without an answer",
+    "tokens for an answer that has them", "tokens that begin elsewhere",
+    "turn of other revisions", "turn that is not the answer's", "turn with an open request", "two changes at once",
 }  # fmt: skip
 
 
@@ -55,7 +70,7 @@ def batch(number: int, phases: tuple[Phase, ...] = tuple(Phase)) -> Counter[str]
         seed(number)(Machine),
         settings=settings(
             max_examples=BATCH,
-            stateful_step_count=80,
+            stateful_step_count=90,
             database=None,
             deadline=None,
             phases=phases,
@@ -77,7 +92,9 @@ def test_the_sequences_met_every_transition_reason_and_refusal() -> None:
     for number in range(EXAMPLES // BATCH):
         tally += batch(number)
     kinds = {KIND_OF[record] for record in TRANSITIONS if record is not Forked}  # a run begins with it or never has it
-    wanted = kinds | REASONS | {f"unchanged: {what}" for what in REFUSALS} | {f"call {call}" for call in CALLS}
+    wanted = (
+        kinds | REASONS | ACTIONS | {f"unchanged: {what}" for what in REFUSALS} | {f"call {call}" for call in CALLS}
+    )
     assert sorted(what for what in wanted if not tally[what]) == []
 
 
@@ -85,11 +102,11 @@ def test_the_sequences_met_every_transition_reason_and_refusal() -> None:
 
 
 def noticed() -> bool:
-    """Whether one of a few batches fails: the oracle says so, or the ledger refuses a record."""
+    """Whether one of a few batches fails: the oracle says so, or the ledger refuses or allows the wrong record."""
     for number in range(5):
         try:
             batch.__wrapped__(number, (Phase.generate,))
-        except (AssertionError, LedgerInvalid):
+        except (AssertionError, LedgerInvalid, pytest.fail.Exception):
             return True
     return False
 
@@ -121,4 +138,21 @@ def test_the_machine_notices_a_lost_worker_whose_attempts_nobody_ends(monkeypatc
 
 def test_the_machine_notices_an_eviction_cap_that_nothing_enforces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leasing.Leasing, "evict", lambda self: None)
+    assert noticed()
+
+
+def test_the_machine_notices_turns_that_are_kept_although_nobody_can_go_on_from_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Scheduler, "give_up", lambda self, group, siblings: 0)
+    assert noticed()
+
+
+def test_the_machine_notices_a_turn_that_ends_with_an_open_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_transitions, "check_answered", lambda *where: None)
+    assert noticed()
+
+
+def test_the_machine_notices_a_change_that_nobody_intended(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(turn_transitions, "_check_revision", lambda *where: None)
     assert noticed()

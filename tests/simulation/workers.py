@@ -101,12 +101,14 @@ class Workers:
                 ended.append(Ended(run.dispatch.identity, Outcome.SEALED, len(rows) - 1, 1, version, rows[-1].reward,
                                    samples=run.sample + 1))  # fmt: skip
                 continue
-            before, sample = run.turn, run.sample
+            before, sample, start = run.turn, run.sample, run.position
             run.turn, run.position, run.boundary = run.turn + 1, run.position + 2, run.boundary + 1
             if (run.dispatch.identity.group + before) % 3 == 0:
                 run.sample, run.position = sample + 1, 0
             state = f"{run.sample} {run.position}".encode()
-            turns.append(Turn(run.dispatch.identity, run.boundary - 1, before, sample, len(rows) - 1, version, state))
+            turns.append(
+                Turn(run.dispatch.identity, run.boundary - 1, before, sample, len(rows) - 1, start, 2, version, state)
+            )
         return replace(self._report(name, rows, turns, ended), plain=tuple(plain))
 
     def _plain(self, dispatch: Dispatch, *, failed: bool) -> PlainEnded:
@@ -184,6 +186,6 @@ class Workers:
 def _start(dispatch: Dispatch) -> Running:
     run = Running(dispatch, boundary=dispatch.boundary)
     if dispatch.continuation is not None:
-        run.turn = dispatch.continuation.turn + 1
-        run.sample, run.position = map(int, dispatch.continuation.state.split())
+        run.turn = dispatch.continuation.at.turn + 1
+        run.sample, run.position = map(int, dispatch.continuation.at.state.split())
     return run

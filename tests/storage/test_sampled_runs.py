@@ -23,7 +23,7 @@ from tests.storage.test_ledger import BLOCK, CLAIM, COMPLETE, DISPATCH, RESERVE,
 
 
 def turn(number: int, sample: int, sibling: int = 0) -> Record:
-    return schema.TurnCommitted(0, sibling, 0, number, number, sample, "b", number, 0, b"")
+    return schema.TurnCommitted(0, sibling, 0, number, number, sample, "b", number, 0, 2, 0, b"")
 
 
 STARTED = [CLAIM, RESERVE, mint(), BLOCK]
@@ -66,8 +66,9 @@ class TestFold:
     def test_a_restart_from_scratch_begins_with_the_first_sample_again(self) -> None:
         lost = schema.AttemptAbandoned(0, 0, 0, "worker_lost", "")
         other = schema.PayloadStored("c", "d", 3, True)
-        ledger = fold([*STARTED, turn(0, 0), turn(1, 1), lost, mint(siblings=(0,), attempt=1), other])
-        apply(ledger, 9, schema.TurnCommitted(0, 0, 1, 2, 0, 0, "c", 0, 0, b""))
+        given_up = schema.ContinuationDiscarded((0,), (0,), "restart_only")
+        ledger = fold([*STARTED, turn(0, 0), turn(1, 1), lost, given_up, mint(siblings=(0,), attempt=1), other])
+        apply(ledger, 10, schema.TurnCommitted(0, 0, 1, 2, 0, 0, "c", 0, 0, 2, 0, b""))
         assert ledger.groups[0].rollouts[0].boundary.sample == 0
 
     @pytest.mark.parametrize("siblings", [(0,), (1,), (0, 1)])

@@ -36,15 +36,15 @@ class Completions:
         self._retained: dict[str, _Kept] = {}
         self._acknowledged: dict[str, Receipt] = {}
 
-    def check_begin(self, session: str, claim: Claim) -> None:
-        """An attempt wants to use a session. A newer one than that of a retained result is welcome: the run has not
-        got that result, and never will."""
+    def check_use(self, session: str, claim: Claim) -> None:
+        """An attempt wants to use a session; one that is over may not. A newer one than that of a retained result is
+        welcome: the run has not got that result, and never will."""
         done = self._acknowledged.get(session)
         if done is not None and claim <= _claim(done):
-            raise _refused(f"attempt {claim.attempt} of {session} begins after its acknowledgement", "over")
+            raise _refused(f"attempt {claim.attempt} of {session} comes after its acknowledgement", "over")
         kept = self._retained.get(session)
         if kept is not None and claim <= _claim(kept.receipt):
-            raise _refused(f"attempt {claim.attempt} of {session} begins after its result", "completed")
+            raise _refused(f"attempt {claim.attempt} of {session} comes after its result", "completed")
 
     def begins(self, session: str, claim: Claim) -> None:
         """It has the session now. Each begin in this process has a number of its own, its generation."""

@@ -83,11 +83,11 @@ class HttpServer:
         return wire.Unacknowledged(instance=self._host.instance, results=self._host.completions.retained())
 
     async def _acknowledge(self, message: wire.Acknowledge) -> wire.Answer:
-        outcomes = self._host.acknowledge(message.to, message.receipts)
+        outcomes = await self._host.acknowledge(message.to, message.receipts)
         return wire.Acknowledged(instance=self._host.instance, outcomes=outcomes)
 
     async def _forget(self, message: wire.Forget) -> wire.Answer:
-        self._host.completions.forget(message.sessions)
+        await self._host.forget(message.sessions)
         return wire.Answer(instance=self._host.instance)
 
     # ------------------------------------------------------------------ checkpoints

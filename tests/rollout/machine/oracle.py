@@ -8,39 +8,18 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from gpu.rollout.limits import Limits
 from gpu.rollout.messages import Identity
 from storage import schema
 from storage.ledger import Ledger
 from storage.schema import KIND_OF, Record
+from tests.rollout.machine.slot import Slot
 
-LOSSES = ("worker_lost", "engine_lost")
+RESTART_ONLY = "pen"
+"""The resource after whose change a rollout can only start over."""
 SUBMISSIONS = ("group_reserved", "groups_dispatched", "attempts_minted")
-
-
-@dataclass
-class Slot:
-    """A rollout. `versions` are the oldest versions of the turns that are kept, `samples` the output samples that they
-    belong to."""
-
-    attempt: int = -1
-    incarnation: int = 0
-    live: bool = False
-    sealed: bool = False
-    minted: int = -1
-    versions: list[int] = field(default_factory=lambda: list[int]())
-    samples: list[int] = field(default_factory=lambda: list[int]())
-    failures: int = 0
-    losses: int = 0
-
-    @property
-    def turns(self) -> int:
-        return len(self.versions)
-
-    def drop(self) -> None:
-        self.sealed, self.versions, self.samples = False, [], []
 
 
 @dataclass
@@ -86,7 +65,7 @@ class Oracle:
         self.tried: dict[str, int] = {}
         self.kept: dict[str, int] = {}
         self.retired: dict[str, int] = {}
-        self.batches: dict[int, dict[int, tuple[int, ...]]] = {}
+        self.batches: dict[int, dict[int, list[Slot]]] = {}
         self.published_in = 0
         self.frontier = self.incarnation = self.step = self.snapshot = 0
         self.due: set[tuple[str, int]] = set()
@@ -94,7 +73,7 @@ class Oracle:
         self.recovery = "sibling"
         self.finished = ""
         self._next_lease = 1
-        self._used: dict[int, tuple[int, ...]] = {}
+        self._used: dict[int, list[Slot]] = {}
 
     # ------------------------------------------------------------------ the picture
 
@@ -157,6 +136,10 @@ class Oracle:
         assert (set(ledger.due), ledger.evaluated) == (self.due, self.evaluated)
         assert not any(group.whole and group.lost for group in self.groups.values()), "redone whole"
         assert (ledger.lease.lease if ledger.lease else None) == (self.lease.lease if self.lease else None)
+        for ordinal, sibling, slot in self._slots():
+            if not slot.sealed:
+                slot.compare(ledger.groups[ordinal].rollouts[sibling].boundary)
+            assert slot.live or not (slot.unfit and slot.turns), "turns that nobody can go on from are given up"
         for kind in KIND_OF.values():
             assert ledger.counts[kind] == self.tally[kind], kind
 
@@ -196,11 +179,13 @@ class Oracle:
             assert attempt == slot.attempt + 1, "attempts are contiguous"
             assert not slot.live, "one attempt of a rollout at a time"
             assert not slot.sealed, "a sealed attempt is the last one"
-            if boundary < 0:
-                slot.drop()
-            assert (boundary >= 0) == bool(slot.turns), "a continuation has turns to go on from"
-            self._start(slot, attempt, record.version)
+            assert boundary == (slot.last if slot.turns else -1), "an attempt goes on from the last boundary there is"
+            assert not (slot.unfit and slot.turns), "nor from turns that another could not go on from"
+            assert not slot.uses(RESTART_ONLY), "nor from what can only start over"
             self.tally["continued"] += boundary >= 0
+            self.tally["continued from an answer"] += slot.answer >= 0
+            self.tally["continued with an open request"] += slot.open is not None
+            self._start(slot, attempt, record.version)
         if not group.dispatched:
             group.dispatched, group.whole = True, self.recovery == "prompt_group"
 
@@ -216,7 +201,7 @@ class Oracle:
 
     def _start(self, slot: Slot, attempt: int, version: int) -> None:
         assert version <= self.step, "a version that was published"
-        slot.attempt, slot.incarnation, slot.live, slot.minted = attempt, self.incarnation, True, version
+        slot.start(attempt, self.incarnation, version)
 
     def _current(self, ordinal: int, sibling: int, attempt: int) -> Slot:
         slot = self.groups[ordinal].slots[sibling]
@@ -224,30 +209,47 @@ class Oracle:
         return slot
 
     def _attempt_abandoned(self, record: schema.AttemptAbandoned) -> None:
-        slot = self._current(record.group, record.sibling, record.attempt)
-        slot.live, self.groups[record.group].lost = False, True
-        slot.losses += record.reason in LOSSES
-        slot.failures += record.reason not in (*LOSSES, "sibling_ended")
+        self._current(record.group, record.sibling, record.attempt).abandon(record.reason)
+        self.groups[record.group].lost = True
 
     def _turn_committed(self, record: schema.TurnCommitted) -> None:
         slot = self._current(record.group, record.sibling, record.attempt)
-        assert record.turn == slot.turns
-        self._tokens(slot, record.oldest, record.sample)
+        if slot.answer >= 0:
+            self.tally["turn with an account" if record.row >= 0 else "turn without an account"] += 1
+        slot.turned(record, self.step)
 
-    def _tokens(self, slot: Slot, oldest: int, sample: int) -> None:
-        assert slot.minted <= oldest <= self.step, "tokens come from a version that was served since the dispatch"
-        last = slot.samples[-1] if slot.samples else -1
-        assert sample in (last, last + 1) if slot.samples else sample == 0, "samples follow each other"
-        slot.versions.append(oldest)
-        slot.samples.append(sample)
+    def _model_answered(self, record: schema.ModelAnswered) -> None:
+        self._current(record.group, record.sibling, record.attempt).answered(record, self.step)
+
+    def _request_intent(self, record: schema.RequestIntent) -> None:
+        self._current(record.group, record.sibling, record.attempt).intend(record)
+
+    def _request_result(self, record: schema.RequestResult) -> None:
+        slot = self._current(record.group, record.sibling, record.attempt)
+        late = slot.open is not None and record.attempt != slot.asked_by
+        self.tally["result for an older attempt"] += late
+        self.tally["change" if slot.result(record) else "no change"] += 1
+
+    def _resource_exported(self, record: schema.ResourceExported) -> None:
+        self._current(record.group, record.sibling, record.attempt).export(record)
+
+    def _continuation_discarded(self, record: schema.ContinuationDiscarded) -> None:
+        assert len(set(zip(record.groups, record.siblings, strict=True))) == len(record.groups) > 0
+        for ordinal, sibling in zip(record.groups, record.siblings, strict=True):
+            slot = self.groups[ordinal].slots[sibling]
+            assert not slot.live
+            assert not slot.sealed, "a result is never given up"
+            assert slot.turns, "there is something to give up"
+            assert slot.unfit or slot.uses(RESTART_ONLY), "and a reason to"
+            slot.drop()
 
     def _sealed(self, record: schema.Sealed) -> None:
         columns = (record.groups, record.siblings, record.attempts, record.oldest, record.samples, record.rewards)
         for ordinal, sibling, attempt, oldest, samples, reward in zip(*columns, strict=True):
             slot = self._current(ordinal, sibling, attempt)
             assert abs(reward) < float("inf"), "a reward is a finite number"
-            self._tokens(slot, oldest, samples - 1)
-            slot.live, slot.sealed = False, True
+            self.tally["sealed out of an answer"] += slot.answer >= 0
+            slot.seal(oldest, samples - 1, self.step)
 
     def _group_completed(self, record: schema.GroupCompleted) -> None:
         for ordinal in record.groups:
@@ -279,12 +281,12 @@ class Oracle:
         assert group.place == "reserved", "no attempt of it is live"
         attempts, losses = self._limits.max_attempts, self._limits.max_losses
         assert any(slot.failures >= attempts or slot.losses >= losses for slot in group.slots), "a budget is spent"
-        self._used[record.group] = tuple(slot.attempt for slot in group.slots)
+        self._used[record.group] = [slot.again() for slot in group.slots]
         self._settle(record.group, "quarantined")
 
     def _quarantine_released(self, record: schema.QuarantineReleased) -> None:
         assert self.settled.pop(record.group) == "quarantined"
-        self.groups[record.group] = Owned([Slot(attempt=attempt) for attempt in self._used.pop(record.group)])
+        self.groups[record.group] = Owned(self._used.pop(record.group))
 
     def _lease_issued(self, record: schema.LeaseIssued) -> None:
         assert self.lease is None, "one lease at a time"
@@ -312,7 +314,7 @@ class Oracle:
     def _step_committed(self, record: schema.StepCommitted) -> None:
         lease = self._close_lease(record.lease)
         assert record.step == lease.step == self.step + 1
-        self.batches[record.step] = {o: tuple(slot.attempt for slot in self.groups[o].slots) for o in lease.groups}
+        self.batches[record.step] = {o: [slot.again() for slot in self.groups[o].slots] for o in lease.groups}
         for ordinal in lease.groups:
             self._settle(ordinal, "consumed")
         self.trained.update(lease.groups)
@@ -354,10 +356,10 @@ class Oracle:
             if any(slot.turns for slot in group.slots):
                 self._drop(group)
         for step in range(record.to_step + 1, record.from_step + 1):
-            for ordinal, attempts in self.batches.pop(step).items():
+            for ordinal, slots in self.batches.pop(step).items():
                 assert self.settled.pop(ordinal) == "consumed"
                 self.trained[ordinal] -= 1
-                self.groups[ordinal] = Owned([Slot(attempt=attempt) for attempt in attempts])
+                self.groups[ordinal] = Owned(slots)
             del self.states[step]
         for name in [name for name, step in self.tried.items() if step > record.to_step]:
             self.retired[name] = self.tried.pop(name)

@@ -23,16 +23,18 @@ from storage.ledger import Recipe
 from storage.retention import Retention
 from storage.verify import verify
 from tests.rollout.building import RUN, Bench, limits
+from tests.rollout.machine.actions import TOPOLOGY, Actions
 from tests.rollout.machine.driver import Driver
-from tests.rollout.machine.workers import WORKERS, Workers
+from tests.rollout.machine.workers import WORKERS
 from tests.rollout.machine.world import TALLY
 
 WEIGHTS = {
-    "wait": 3, "take": 8, "seal": 10, "turn": 4, "fail": 4, "break_a_rule": 1, "come_late": 3, "lose_a_worker": 2,
+    "wait": 3, "take": 8, "seal": 10, "turn": 4, "act": 16, "fail": 4, "lose_a_worker": 3, "come_late": 3,
+    "break_a_rule": 1, "act_wrongly": 3, "seal_with_an_open_request": 1, "discard_wrongly": 1,
     "end_plain": 4, "begin_judging": 4, "judge": 5, "evaluate": 2,
     "flush": 8, "freeze": 2, "land": 2, "crash": 1, "lower_the_bound": 1,
     "lease": 6, "commit": 8, "roll_back": 2, "commit_again": 1, "settle_what_is_not_open": 1, "redo": 1,
-    "checkpoint": 2, "delete_retired": 1, "activate": 4, "lose_the_engines": 1, "acquire": 2, "renew": 1, "release": 3,
+    "checkpoint": 4, "delete_retired": 2, "activate": 4, "lose_the_engines": 1, "acquire": 2, "renew": 1, "release": 3,
     "lose_a_driver": 1, "go_well": 4, "release_from_quarantine": 1, "change_the_configuration": 1,
     "archive": 2, "finish": 1,
 }  # fmt: skip
@@ -41,6 +43,7 @@ any example would get as far as a trained step."""
 INSTEAD = {
     "roll_back": "lease", "commit": "lease", "lease": "flush", "flush": "seal", "turn": "take", "fail": "take",
     "break_a_rule": "take", "seal": "take", "lose_a_worker": "take", "take": "activate", "activate": "release",
+    "act": "take", "act_wrongly": "act", "seal_with_an_open_request": "act",
     "end_plain": "evaluate", "judge": "begin_judging",
 }  # fmt: skip
 """A call for which there is no occasion gives way to what it waits for."""
@@ -82,7 +85,7 @@ def worlds(draw: st.DrawFn) -> Drawn:
     return Drawn(made, length, n > 1 and draw(st.booleans()), draw(st.booleans()), draw(st.booleans()), suites)
 
 
-class Machine(Workers, Driver, RuleBasedStateMachine):
+class Machine(Actions, Driver, RuleBasedStateMachine):
     """`without` are calls that an example does not make."""
 
     @initialize(world=worlds(), without=st.frozensets(st.sampled_from(FAULTS)))
@@ -91,7 +94,14 @@ class Machine(Workers, Driver, RuleBasedStateMachine):
         values = {field.name: getattr(world.limits, field.name) for field in fields(world.limits)}
         judge = zero_variance if world.filtered else keep_all
         retention = Retention(last=1, every=2, payload="keep", pin_s=60.0)
-        bench = Bench(length=self.length, group_filter=judge, suites=world.suites, retention=retention, **values)
+        bench = Bench(
+            length=self.length,
+            group_filter=judge,
+            suites=world.suites,
+            retention=retention,
+            topology=TOPOLOGY,
+            **values,
+        )
         if world.outside:
             bench.judge_outside()
         if world.whole:
@@ -120,8 +130,10 @@ class Machine(Workers, Driver, RuleBasedStateMachine):
         self.bench.restart()
         self.begin_again()
         recipe = Recipe(rng.choice(["sibling", "prompt_group"]), rng.choice(["old", "new"]))
+        given_up = self.oracle.tally["continuation_discarded"]
         self.control.declare(recipe if rng.random() < 0.3 else self.control.ledger.recipe)
         self.follow()
+        TALLY["given up at a claim"] += self.oracle.tally["continuation_discarded"] - given_up
         if rng.random() < 0.3:
             self.revert(rng)
         if rng.random() < 0.8:

@@ -5,16 +5,29 @@ from __future__ import annotations
 import random
 from dataclasses import replace
 
-from gpu.rollout.messages import Ended, Identity, Outcome, PlainEnded, Report, Turn
-from storage.payload import TurnRow, encode_block
-from tests.rollout.machine.world import Attempt, World
+from gpu.rollout.messages import (
+    Continuation,
+    Ended,
+    Identity,
+    Intent,
+    Outcome,
+    PlainEnded,
+    Progress,
+    Report,
+    Result,
+    Turn,
+)
+from storage.payload import TurnRow, account_row, encode_block
+from storage.reader import PayloadReader
+from tests.rollout.building import RUN
+from tests.rollout.machine.world import TALLY, Acting, Attempt, World
 
 WORKERS = ("a", "b")
-FAILURES = (Outcome.FAILED, Outcome.MALFORMED, Outcome.ABORTED, Outcome.ENGINE_LOST)
+FAILURES = (Outcome.FAILED, Outcome.MALFORMED, Outcome.ABORTED, Outcome.ENGINE_LOST, Outcome.NOT_CONTINUABLE)
 BAD = ("nan", "infinite", "no tokens", "no row", "older", "unknown", "newer")
 
 
-def _next(attempt: Attempt, rng: random.Random) -> int:
+def next_sample(attempt: Attempt, rng: random.Random) -> int:
     """The sample that its next turn belongs to: the open one, or another."""
     last = attempt.samples[-1] if attempt.samples else -1
     return max(0, last + (rng.random() < 0.3))
@@ -27,8 +40,10 @@ class Workers(World):
         return self._take(rng.choice(WORKERS), rng.choice([0, 1, 3, 100, 100]))
 
     def _take(self, worker: str, limit: int) -> bool:
+        given_up = self.oracle.tally["continuation_discarded"]
         taken = self.control.take(worker, limit)
         self.follow()
+        TALLY["given up at a mint"] += self.oracle.tally["continuation_discarded"] - given_up
         assert len(taken) <= limit
         for dispatch in taken:
             identity, continuation = dispatch.identity, dispatch.continuation
@@ -39,9 +54,28 @@ class Workers(World):
                 continue
             assert identity in self.oracle.live
             slot = self.oracle.groups[identity.group].slots[identity.sibling]
-            assert (continuation.turn + 1 if continuation else 0) == slot.turns, "on from the last durable turn"
-            self.running.append(Attempt(dispatch, worker, dispatch.boundary, list(slot.samples)))
+            assert (continuation.at.turn + 1 if continuation else 0) == slot.turns, "on from the last durable turn"
+            attempt = Attempt(dispatch, worker, dispatch.boundary, list(slot.samples))
+            if continuation is not None:
+                self._go_on(attempt, continuation)
+            self.running.append(attempt)
         return bool(taken)
+
+    def _go_on(self, attempt: Attempt, continuation: Continuation) -> None:
+        """What an attempt can know of the one before it."""
+        rows = PayloadReader(self.bench.store, RUN, continuation.hot.get).rows(continuation.rows, continuation.blocks)
+        at = continuation.at
+        names = {*(at.revisions or {}), *(request.resource for request in at.requests)}
+        attempt.revisions = {name: revision for name in names if (revision := at.revision(name))}
+        attempt.exported = {name: export.revision for name, export in at.exports.items()}
+        if at.pending:
+            assert not rows[-1].is_account, "the answer's tokens come last"
+            attempt.acting = acting = Acting(at.index, rows[-1], len(at.requests))
+            if at.requests and at.requests[-1].reply is None:
+                asked = at.requests[-1]
+                acting.open = Intent(
+                    attempt.identity, at.index, acting.cursor - 1, asked.resource, asked.before, asked.digest
+                )
 
     def _some(self, rng: random.Random, most: int) -> list[Attempt]:
         """Some attempts of one worker, in any order."""
@@ -55,19 +89,36 @@ class Workers(World):
         """One that may have generated now: served at the dispatch, or since."""
         return rng.choice([attempt.dispatch.version, max(attempt.dispatch.version, self.serving or 0)])
 
-    def _report(self, worker: str, rows: list[TurnRow], turns: list[Turn], ended: list[Ended]) -> Report:
+    def _report(self, worker: str, rows: list[TurnRow], turns: list[Progress], ended: list[Ended]) -> Report:
+        if not rows:
+            return Report(worker, "", "", 0, None, tuple(turns), tuple(ended))
         self.bench.blocks += 1
         block = encode_block(f"{self.oracle.incarnation}-{self.bench.blocks}", rows)
         return Report(worker, block.name, block.digest, len(block.data), block.data, tuple(turns), tuple(ended))
 
     def _sealed(self, attempts: list[Attempt], rng: random.Random) -> Report:
         rows: list[TurnRow] = []
+        turns: list[Progress] = []
         ended: list[Ended] = []
-        for row, attempt in enumerate(attempts):
-            version, reward, sample = self._version(attempt, rng), float(rng.random() < 0.5), _next(attempt, rng)
-            rows.append(self._row(attempt, sample, version, reward, done=True))
-            ended.append(Ended(attempt.identity, Outcome.SEALED, row, 1, version, reward, samples=sample + 1))
-        return self._report(attempts[0].worker, rows, [], ended)
+        for number, attempt in enumerate(attempts):
+            reward = float(rng.random() < 0.5)
+            if attempt.acting is None:
+                version, sample = self._version(attempt, rng), next_sample(attempt, rng)
+                rows.append(self._row(attempt, sample, version, reward, done=True))
+            else:
+                if attempt.acting.open is not None:
+                    turns.append(self.replied(attempt.acting.open, changed=rng.random() < 0.7))
+                call = attempt.acting.call
+                version, sample = call.oldest, call.sample
+                rows.append(account_row(call, attempt.identity.attempt, done=True, reward=reward, record="seen"))
+            ended.append(Ended(attempt.identity, Outcome.SEALED, number, 1, version, reward, samples=sample + 1))
+        return self._report(attempts[0].worker, rows, turns, ended)
+
+    @staticmethod
+    def replied(asked: Intent, *, changed: bool) -> Result:
+        """The result of what was intended."""
+        return Result(asked.identity, asked.boundary, asked.cursor, asked.resource, asked.revision + changed,
+                      asked.digest, b"done" if changed else b"refused")  # fmt: skip
 
     def _row(self, attempt: Attempt, sample: int, version: int, reward: float, *, done: bool) -> TurnRow:
         row = self.bench.row(attempt.dispatch, len(attempt.samples), version, reward, done=done)
@@ -84,7 +135,7 @@ class Workers(World):
             return False
         report = self._sealed(attempts, rng)
         accepted = self.control.report(report)
-        assert (accepted.accepted, accepted.ignored) == (len(attempts), 0)
+        assert (accepted.accepted, accepted.ignored) == (len(report.turns) + len(attempts), 0)
         self._end(attempts)
         self.unpublished.update(dict.fromkeys((a.identity for a in attempts), self.bench.writer.last_seq))
         self.stale.append(report)
@@ -92,11 +143,16 @@ class Workers(World):
 
     def turn(self, rng: random.Random) -> bool:
         rows: list[TurnRow] = []
-        turns: list[Turn] = []
-        for row, attempt in enumerate(attempts := self._some(rng, 3)):
-            version, sample = self._version(attempt, rng), _next(attempt, rng)
+        turns: list[Progress] = []
+        attempts = [attempt for attempt in self._some(rng, 3) if attempt.acting is None]
+        for row, attempt in enumerate(attempts):
+            version, sample = self._version(attempt, rng), next_sample(attempt, rng)
             rows.append(self._row(attempt, sample, version, 0.0, done=False))
-            turns.append(Turn(attempt.identity, attempt.boundary, len(attempt.samples), sample, row, version, b"state"))
+            start = 2 * attempt.samples.count(sample)
+            turns.append(
+                Turn(attempt.identity, attempt.boundary, len(attempt.samples), sample, row, start, 2, version, b"state",
+                     dict(attempt.revisions))
+            )  # fmt: skip
             attempt.samples.append(sample)
             attempt.boundary += 1
         if attempts:
@@ -125,6 +181,10 @@ class Workers(World):
                 self.stale.append(self._sealed([attempt], rng))
                 self._end([attempt])
 
+    def _oldest(self, attempt: Attempt) -> int:
+        """Of all its durable turns."""
+        return min(self.oracle.groups[attempt.identity.group].slots[attempt.identity.sibling].versions)
+
     def live_now(self) -> set[Identity]:
         self.see()
         return self.oracle.live
@@ -132,7 +192,7 @@ class Workers(World):
     def break_a_rule(self, rng: random.Random) -> bool:
         """A result that breaks a rule ends its attempt and is no result."""
         for attempt in (attempts := self._some(rng, 1)):
-            version = attempt.dispatch.version
+            version = attempt.dispatch.version if attempt.acting is None else self._oldest(attempt)
             row, tokens, oldest, reward = {
                 "nan": (0, 1, version, float("nan")),
                 "infinite": (0, 1, version, float("-inf")),

@@ -6,16 +6,17 @@ import contextlib
 import random
 from collections import Counter
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import pytest
 
 from gpu.rollout.control import RolloutControl
 from gpu.rollout.limits import Limits, Submission
-from gpu.rollout.messages import Dispatch, Hold, Identity, Report
+from gpu.rollout.messages import Dispatch, Hold, Identity, Intent, Report
 from storage import schema
 from storage.buffers import NamedBuffer
+from storage.payload import TurnRow
 from tests.rollout.building import Bench
 from tests.rollout.machine.oracle import Oracle
 
@@ -24,14 +25,28 @@ TALLY: Counter[str] = Counter()
 
 
 @dataclass
+class Acting:
+    """An answer that an attempt acts on: its boundary, its tokens, the number of requests made. `open` is the request
+    whose result is not reported."""
+
+    boundary: int
+    call: TurnRow
+    cursor: int = 0
+    open: Intent | None = None
+
+
+@dataclass
 class Attempt:
-    """An attempt in a worker."""
+    """An attempt in a worker. `samples`: of each turn so far, the output sample it belongs to; `revisions` and
+    `exported` of its resources."""
 
     dispatch: Dispatch
     worker: str
     boundary: int
     samples: list[int]
-    """Of each turn so far, the output sample it belongs to."""
+    revisions: dict[str, int] = field(default_factory=lambda: dict[str, int]())
+    exported: dict[str, int] = field(default_factory=lambda: dict[str, int]())
+    acting: Acting | None = None
 
     @property
     def identity(self) -> Identity:
