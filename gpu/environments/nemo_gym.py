@@ -54,6 +54,10 @@ class NemoGym(Environment):
     def resources(self) -> Mapping[str, ResourceHost]:
         return {RESOURCE: self._server}
 
+    @property
+    def recipe(self) -> Sequence[type]:
+        return [NemoGymServer]
+
     def __len__(self) -> int:
         return len(self._tasks)
 

@@ -20,6 +20,8 @@ from gpu.environments.resources import Claim, canonical
 
 RETAINED = 4096
 """Results that wait for their acknowledgement; with more, no further attempt can end."""
+ACKNOWLEDGED = 100_000
+"""Acknowledged receipts that a host remembers, the newest ones."""
 
 
 class _Kept(NamedTuple):
@@ -78,8 +80,10 @@ class Completions:
         return receipt
 
     def ended(self, session: str) -> None:
-        """Without a result."""
+        """The run ends a session: a result that it has not acknowledged is one that it has, or will never have."""
         self._begun.pop(session, None)
+        if session in self._retained:
+            self._release(session)
 
     def retained(self) -> tuple[Retained, ...]:
         return tuple(Retained(receipt=one.receipt, content=one.content) for one in self._retained.values())
@@ -91,8 +95,7 @@ class Completions:
             raise _refused("a batch that names a session twice", "repeated")
         for receipt, outcome in zip(receipts, outcomes, strict=True):
             if outcome == "new":
-                del self._retained[receipt.session]
-                self._acknowledged[receipt.session] = receipt
+                self._release(receipt.session)
         return outcomes
 
     def forget(self, sessions: Sequence[str]) -> None:
@@ -100,6 +103,12 @@ class Completions:
         for session in sessions:
             for known in (self._begun, self._retained, self._acknowledged):
                 known.pop(session, None)
+
+    def _release(self, session: str) -> None:
+        self._acknowledged.pop(session, None)
+        self._acknowledged[session] = self._retained.pop(session).receipt
+        while len(self._acknowledged) > ACKNOWLEDGED:
+            del self._acknowledged[next(iter(self._acknowledged))]
 
     def _outcome(self, receipt: Receipt) -> str:
         kept = self._retained.get(receipt.session)

@@ -16,7 +16,7 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 from gpu.environments.participants import wire
 from gpu.environments.participants.address import checked_url, token_from
 from gpu.environments.participants.errors import HostUnreachable, MessageInvalid, OutcomeUnknown
-from storage.errors import ConfigurationRefused
+from storage.errors import ConfigurationRefused, SchemaUnsupported
 
 log = logging.getLogger(__name__)
 BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 1.0
@@ -88,8 +88,10 @@ class Transport:
             raise self._unreachable(path, repr(error)) from error
         try:
             answer = wire.decode(body, kind if status == 200 else wire.Failure)
-        except MessageInvalid as error:
-            raise self._unreachable(path, f"status {status}, {error.found}") from error
+        except (MessageInvalid, SchemaUnsupported) as error:
+            if status == 200 and isinstance(error, SchemaUnsupported):
+                raise
+            raise self._unreachable(path, f"status {status}, {error.found}") from error  # somebody in between
         if answer.instance.name != self.name:
             raise ConfigurationRefused(
                 f"{self.url} is {answer.instance}",

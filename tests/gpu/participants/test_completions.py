@@ -176,6 +176,27 @@ def test_results_beyond_the_bound_are_refused_and_none_is_dropped(monkeypatch: p
     assert kept.complete("s2", ONE, result()).session == "s2"
 
 
+def test_a_result_whose_session_the_run_ends_is_released_and_its_acknowledgement_may_still_come() -> None:
+    kept = Completions()
+    receipt = completed(kept)
+    kept.ended("run/g0/0~0")
+    assert not kept.retained()
+    assert kept.acknowledge([receipt]) == ("duplicate",)
+    with pytest.raises(CompletionRefused):
+        kept.check_use("run/g0/0~0", ONE)
+
+
+def test_the_memory_of_what_was_acknowledged_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "ACKNOWLEDGED", 2)
+    kept = Completions()
+    receipts = [completed(kept, f"s{i}") for i in range(3)]
+    for receipt in receipts:
+        kept.acknowledge([receipt])
+    assert kept.acknowledge(receipts[1:]) == ("duplicate",) * 2
+    with pytest.raises(CompletionRefused):
+        kept.acknowledge(receipts[:1])
+
+
 def test_what_is_forgotten_leaves_nothing_behind() -> None:
     kept = Completions()
     for index in range(1000):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -85,11 +86,13 @@ async def test_a_change_whose_reply_is_lost_is_sent_once_and_its_standing_has_th
         assert effects(ledger) == {f"{SESSION}.0.0": 1}
 
 
-@pytest.mark.parametrize("status", [502, 200])
-async def test_an_answer_that_is_not_the_hosts_leaves_the_outcome_unknown(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "body"), [(502, b"<html>Bad gateway"), (502, b'{"detail": "no"}'), (200, b"<html>")]
+)
+async def test_an_answer_that_is_not_the_hosts_leaves_the_outcome_unknown(status: int, body: bytes) -> None:
     async with host() as running, proxied(running) as proxy, using(running.transport(proxy.url)) as notes:
         await notes.start(SESSION, ONE, b"", 0)
-        proxy.answers["sessions/call"] = web.Response(status=status, body=b"<html>Bad gateway")
+        proxy.answers["sessions/call"] = web.Response(status=status, body=body)
         with pytest.raises(OutcomeUnknown):
             await notes.call(SESSION, ONE, request(0, 0))
         assert proxy.seen["sessions/call"] == 1
@@ -373,3 +376,16 @@ def test_a_ledger_that_is_a_link_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationRefused):
         EffectLedger(tmp_path / "link")
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--token-env", "NOT_SET"), ("--session", "gpu:Nothing"), ("--ledger", "/no/such/folder/file")],
+)
+async def test_a_host_that_cannot_start_says_why_in_one_line(option: str, value: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gpu.environments.participants.host", option, value), stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(process.communicate(), 50)
+    assert (process.returncode, len(said.splitlines())) == (2, 1)
+    assert value.encode() in said
