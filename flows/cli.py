@@ -11,6 +11,8 @@
     tidegate gc      RUN [--dry-run] [--pins]                       delete what crashes left and no record mentions
     tidegate quarantine list RUN                                    groups that spent their attempts, and why
     tidegate quarantine release RUN GROUP...                        give them another budget
+    tidegate hosts list RUN                                         hosts that wait for acknowledgements
+    tidegate hosts gone RUN HOST BOOT                               one of their processes will never come back
 
 Exit codes: 0 fine, 1 a fault, a run that is not sound, or one that somebody newer drives, 2 your input (nothing was
 written), 75 the time of this attempt was over (`checkpoint.deadline`, SIGTERM, a notice): resume the run, 143 it was
@@ -38,6 +40,7 @@ from flows.config import RunConfig
 from flows.diff import add_diff
 from flows.fork import add_fork
 from flows.gc import add_gc
+from flows.hosts import add_hosts
 from flows.live import ask_manager, open_reached
 from flows.quarantine import add_quarantine
 from gpu.prepare import preflight
@@ -93,6 +96,7 @@ def _parser() -> argparse.ArgumentParser:
     add_fork(commands)
     add_gc(commands)
     add_quarantine(commands)
+    add_hosts(commands)
     return parser
 
 

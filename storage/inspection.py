@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import msgspec
 from storage import schema
 from storage.filesystem import Store
 from storage.history import read_all
-from storage.journal import fold_segment
+from storage.journal import fold, fold_segment
 from storage.ledger import Ledger
 from storage.runs import open_run
 from storage.schema import KIND_OF, Record
@@ -93,6 +94,14 @@ def quarantined(store: Store, run: str) -> list[dict[str, Any]]:
         {"group": ordinal, "reason": found.reason, "attempts": [attempt + 1 for attempt in found.attempts]}
         for ordinal, found in sorted(ledger.quarantined.items())
     ]
+
+
+def owed(store: Store, run: str) -> list[dict[str, Any]]:
+    """Processes of hosts that wait for acknowledgements, and for how many."""
+    counted: Counter[tuple[str, str]] = Counter()
+    for one in fold(store, run, open_run(store, run).num_siblings)[0].obligations.values():
+        counted[one.receipt.host, one.receipt.boot] += 1
+    return [{"host": host, "boot": boot, "owed": count} for (host, boot), count in sorted(counted.items())]
 
 
 def group_history(store: Store, run: str, ordinal: int) -> list[dict[str, Any]]:

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Callable, Sequence
 
 from storage import schema
+from storage.by_claim import record_by_claim
 from storage.clock import Clock
 from storage.errors import QuarantineRefused
 from storage.filesystem import Store
-from storage.journal import JournalWriter, claim, store_frozen
 from storage.ledger import Ledger
-from storage.retry import until_known
-from storage.runs import open_run
-from storage.transitions import apply
 
 
 def check_release(ledger: Ledger, ordinals: Sequence[int]) -> None:
@@ -32,17 +28,7 @@ def release_by_claim(
 ) -> int:
     """Claim the run's next incarnation only to release groups; returns that incarnation. A manager that lives somewhere
     is fenced by it. Raises `QuarantineRefused`, having written nothing, and what claiming raises."""
-    info, writer = open_run(store, run), uuid.uuid4().hex[:12]
     wanted = list(dict.fromkeys(ordinals))
-    claimed = claim(
-        store, run, info.num_siblings, owner="quarantine", writer=writer, reason="release quarantined groups",
-        clock=clock, check=lambda ledger: check_release(ledger, wanted),
-    )  # fmt: skip
-    journal = JournalWriter(run, claimed.incarnation, writer, claimed.tail, clock)
-    for ordinal in wanted:
-        record = schema.QuarantineReleased(ordinal)
-        apply(claimed.ledger, claimed.ledger.next_seq, record)
-        journal.append(record)
-    frozen = journal.freeze()
-    until_known("the release", lambda: store_frozen(store, run, claimed.incarnation, frozen), sleep)
-    return claimed.incarnation
+    records = [schema.QuarantineReleased(ordinal) for ordinal in wanted]
+    reason = "release quarantined groups"
+    return record_by_claim(store, run, records, reason, lambda ledger: check_release(ledger, wanted), clock, sleep)

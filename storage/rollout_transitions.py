@@ -118,7 +118,7 @@ def attempts_minted(ledger: Ledger, seq: int, record: schema.AttemptsMinted) -> 
         _check_mint(_sibling(ledger, group, sibling, record, seq), record, seq, sibling, attempt, boundary)
     for sibling, attempt, boundary in zip(record.siblings, record.attempts, record.boundaries, strict=True):
         rollout = group.rollouts[sibling]
-        ledger.counts["rollouts_regenerated"] += rollout.closed_by_claim
+        ledger.counts["rollouts_regenerated"] += rollout.closed_by_claim and boundary < 0
         ledger.counts["rollouts_continued"] += boundary >= 0
         rollout.closed_by_claim = False
         rollout.attempt, rollout.incarnation, rollout.state = attempt, ledger.incarnation, LIVE

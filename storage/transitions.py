@@ -205,6 +205,8 @@ def _config_changed(ledger: Ledger, seq: int, record: schema.ConfigChanged) -> N
 def _run_finished(ledger: Ledger, seq: int, record: schema.RunFinished) -> None:
     if ledger.groups or ledger.lease:
         raise illegal(record, seq, f"{len(ledger.groups)} unsettled groups", "every group settled")
+    if ledger.obligations:
+        raise illegal(record, seq, f"{len(ledger.obligations)} acknowledgements are owed", "every one settled")
     if ledger.due:
         raise illegal(record, seq, f"{len(ledger.due)} evaluations are due", "a result of every evaluation")
     ledger.finished = record.reason

@@ -64,6 +64,9 @@ class Report:
     rollouts_reused: int = 0
     rollouts_continued: int = 0
     rollouts_regenerated: int = 0
+    rollouts_given_up: int = 0
+    acknowledgements_owed: int = 0
+    acknowledgements_expired: int = 0
     steps_redone: int = 0
     steps_diverged: int = 0
     steps_reverted: int = 0
@@ -229,6 +232,9 @@ def _fill(report: Report, auditor: Auditor) -> None:
         counts["rollouts_continued"],
         counts["rollouts_regenerated"],
     )
+    report.rollouts_given_up = counts["rollouts_discarded"]
+    report.acknowledgements_owed = len(ledger.obligations)
+    report.acknowledgements_expired = counts["obligations_expired"]
     report.steps_redone, report.steps_diverged = counts["step_redone"], counts["steps_diverged"]
     report.steps_reverted, report.groups_reverted = auditor.steps_reverted, auditor.groups_reverted
     report.checkpoints, report.checkpoints_kept = counts["checkpoint_published"], len(ledger.kept)

@@ -88,6 +88,8 @@ async def resume_report(run: str, opened: Opened, resumed: Resumed) -> str:
     how = "kept the trainer" if resumed.warm else f"restored step {resumed.base}, redid {resumed.redone} steps"
     came = "claimed as" if opened.new else "joined"
     text = f"Run {run}: {came} incarnation {resumed.incarnation} at step {resumed.step}, driver {opened.token}: {how}."
+    if opened.new and resumed.incarnation > 1:
+        text += f" {opened.found}."
     if resumed.ahead:
         text += " One trained step was not committed yet; it is committed now."
     if resumed.reverted:

@@ -13,6 +13,7 @@ from prefect import task
 from gpu.fence import fence_of
 from gpu.place import this_place
 from gpu.rollout.calls import Attached
+from gpu.rollout.messages import Found
 from gpu.rollout.signal import seen
 from gpu.spec import RunSpec
 from gpu.training.messages import RestoredBase, Trained, TrainerStatus
@@ -25,12 +26,14 @@ log = logging.getLogger(__name__)
 
 
 class Opened(msgspec.Struct, frozen=True):
-    """A driver's start. `new` says that the manager was started by it; `finished` why the run is over, or ""."""
+    """A driver's start. `new` says that the manager was started by it; `finished` why the run is over, or ""; `found`
+    what the incarnation began with."""
 
     incarnation: int
     token: int
     new: bool
     finished: str
+    found: Found = Found()
 
 
 class Resumed(msgspec.Struct, frozen=True):
@@ -95,7 +98,7 @@ async def open_session(
 
     one.reopen = reopen
     use(one)
-    return Opened(attached.caller.incarnation, attached.caller.token, new, attached.finished)
+    return Opened(attached.caller.incarnation, attached.caller.token, new, attached.finished, attached.found)
 
 
 @task(task_run_name="claim_run", **PHASE)

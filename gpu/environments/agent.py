@@ -162,7 +162,9 @@ class Agent:
             if result.done:
                 assemble_slot(rows, identity.group, identity.sibling)
                 progress.end(turned, await self._complete(dispatch, tools, call, result))
-                await tools.end()
+                if tools.used:
+                    await self._sink.settled(dispatch)  # until then another attempt may have to go on with them
+                    await tools.end()
                 return
             place = self._next(place, call, result, stopped)
             await progress.turn(turned, _state(episode, place), revisions, exports)

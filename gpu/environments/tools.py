@@ -154,6 +154,11 @@ class Tools:
         self._kept = {receipt.host for receipt in found}
         return tuple(found)
 
+    @property
+    def used(self) -> bool:
+        """Whether the rollout has sessions."""
+        return bool(self._used)
+
     async def end(self) -> None:
         """The rollout is over: its sessions too, but for those whose host keeps its result."""
         for resource in self._used.keys() - self._kept:

@@ -7,18 +7,20 @@ from collections.abc import Generator
 
 import msgspec
 
-from gpu.rollout.messages import Caller
+from gpu.rollout.messages import Caller, Found
 from gpu.rollout.signal import Signal, wait_event
 from storage.clock import Clock
 from storage.errors import RunBusy, RunFenced, TidegateError
 
 
 class Attached(msgspec.Struct, frozen=True):
-    """A driver's place: its caller identity, the owner it replaced, and why the run is over ("" while it is not)."""
+    """A driver's place: its caller identity, the owner it replaced, why the run is over ("" while it is not), and what
+    the incarnation found when it began."""
 
     caller: Caller
     replaced: str
     finished: str
+    found: Found = Found()
 
 
 class Callers:

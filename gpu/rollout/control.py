@@ -7,23 +7,23 @@ froze, calls `durable` and `tick`, and waits; nothing here waits, reads a clock 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from gpu.rollout.admission import Admission
 from gpu.rollout.books import Books
 from gpu.rollout.evaluation import Evaluations, Suite
 from gpu.rollout.leasing import Leasing
 from gpu.rollout.limits import Limits
-from gpu.rollout.messages import Accepted, Dispatch, Grant, Hold, Identity, Outcome, PlainEnded, Report, Wait
+from gpu.rollout.messages import Accepted, Dispatch, Found, Grant, Hold, Identity, Outcome, PlainEnded, Report, Wait
 from gpu.rollout.plain import Plain
 from gpu.rollout.results import GroupFilter, Results, keep_all
 from gpu.rollout.scheduler import Scheduler
 from gpu.rollout.topology import NO_RESOURCES, Topology
 from storage import schema
 from storage.clock import Clock
-from storage.errors import HoldRefused, LeaseRefused, LedgerInvalid
+from storage.errors import AckMismatch, HoldRefused, LeaseRefused, LedgerInvalid
 from storage.journal import JournalWriter
-from storage.ledger import GENERATING, RESERVED, UNKNOWN_VERSION, WAITING, Group, Ledger, Recipe
+from storage.ledger import GENERATING, RESERVED, SEALED, UNKNOWN_VERSION, WAITING, Group, Ledger, Recipe, Rollout
 from storage.quarantine import check_release
 from storage.retention import Retention, plan
 
@@ -51,6 +51,7 @@ class RolloutControl:
         ledger.spent_files = {} if retention is not None and retention.payload == "needed" else None
         self.books = Books(ledger, journal, clock, limits.max_hot_bytes)
         self.limits, self._retention = limits, retention
+        self.found = Found()
         self.admission = Admission(clock)
         self.plain = Plain(limits, ledger.incarnation, self._plain_ended)
         self.scheduler = Scheduler(self.books, limits, self.admission, length, self.plain, topology)
@@ -122,9 +123,18 @@ class RolloutControl:
         for group in whole:
             changed = group.recipe.fingerprint != recipe.fingerprint
             self.leasing.requeue(group.ordinal, "recipe_changed" if changed else "prompt_group")
+        given_up, restarted = 0, self._rollouts(lambda one: one.closed_by_claim and one.boundary is None)
         for group in self.ledger.groups.values():
-            self.scheduler.give_up(group, [at for at, one in enumerate(group.rollouts) if one.state is WAITING])
+            waiting = [at for at, one in enumerate(group.rollouts) if one.state is WAITING]
+            given_up += self.scheduler.give_up(group, waiting)
+        self.check_conservation()
+        finished = self._rollouts(lambda one: one.state is SEALED)
+        continued = self._rollouts(lambda one: one.state is WAITING and one.boundary is not None)
+        self.found = Found(finished, continued, restarted, given_up, len(whole))
         return len(whole)
+
+    def _rollouts(self, which: Callable[[Rollout], bool]) -> int:
+        return sum(which(one) for group in self.ledger.groups.values() for one in group.rollouts)
 
     # ------------------------------------------------------------------ policy versions
 
@@ -252,7 +262,8 @@ class RolloutControl:
         return late
 
     def finish(self, reason: str) -> int:
-        """The run is complete: settle what is left untrained, close for good. Idempotent. Raises `LeaseRefused`."""
+        """The run is complete: settle what is left untrained, close for good. Idempotent. Raises `LeaseRefused`, and
+        `AckMismatch` while a host waits for an acknowledgement."""
         if self.ledger.finished:
             return self.books.journal.last_seq
         if self.ledger.lease is not None:
@@ -260,6 +271,13 @@ class RolloutControl:
                 f"lease {self.ledger.lease.lease} is open",
                 expected="no open lease",
                 action="commit or roll back the last step, then finish",
+            )
+        if owed := self.results.acknowledging.owed:
+            raise AckMismatch(
+                f"{owed} results that hosts keep are not acknowledged: {self.results.acknowledging.status()}",
+                expected="none at the end of a run",
+                action="bring the host back; or, if its process is gone for good, `tidegate hosts gone RUN HOST BOOT`",
+                code="owed",
             )
         self.admission.close(reason)
         self.evaluations.settle()

@@ -177,6 +177,14 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         self.changed.notify()
         return accepted
 
+    async def _acknowledged(self) -> None:
+        """Until no host waits for an acknowledgement."""
+        while owed := self.control.results.acknowledging.owed:
+            event = self.changed.current()
+            self.waits.note("driver", Wait(f"{owed} results to be acknowledged", "hosts", "acknowledgement"))
+            await wait_event(event, 1.0)
+        self.waits.note("driver", None)
+
     async def acknowledged(self, incarnation: int, acked: Acked) -> None:
         """A worker delivered acknowledgements to a host, or could not."""
         self.callers.check(Caller(incarnation))
@@ -213,7 +221,7 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         caller = await self.callers.attach(owner, take_over, place, attempt)
         self.pausing.end(self.control.admission.release_token(caller.token - 1), self.engines)
         self.changed.notify()
-        return Attached(caller, replaced, self.control.ledger.finished)
+        return Attached(caller, replaced, self.control.ledger.finished, self.control.found)
 
     async def lease(self, caller: Caller, deadline_s: float) -> Grant | None:
         """The next batch; None when a finite source is exhausted. Raises `DeadlineExceeded` with the reason."""
@@ -377,6 +385,7 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.commit_deadline_s):
                     await self.retaining.settled()  # nothing can be recorded after the end
+                    await self._acknowledged()
             await self._durable(self.control.finish(reason), "the end of the run")
 
 

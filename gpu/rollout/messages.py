@@ -219,6 +219,24 @@ class Accepted(msgspec.Struct, frozen=True):
     over: tuple[Identity, ...] = ()
 
 
+class Found(msgspec.Struct, frozen=True):
+    """What an incarnation found of unfinished groups. Rollouts: `finished` ones are used as they are, `continued` ones
+    go on from a turn, `restarted` ones had none when their process died, `given_up` ones had turns from which nothing
+    can go on. `requeued` groups start whole."""
+
+    finished: int = 0
+    continued: int = 0
+    restarted: int = 0
+    given_up: int = 0
+    requeued: int = 0
+
+    def __str__(self) -> str:
+        said = f"{self.finished} finished rollouts reused, {self.continued} go on from a turn, {self.restarted} restart"
+        said += f", {self.given_up} give up their turns" if self.given_up else ""
+        said += f", {self.requeued} groups start whole" if self.requeued else ""
+        return f"{said}, 0 lost"
+
+
 class Grant(msgspec.Struct, frozen=True):
     """The right to train one batch, with where its token rows lie. `hot` are blocks in the manager's memory."""
 

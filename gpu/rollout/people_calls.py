@@ -1,4 +1,4 @@
-"""The manager's calls that anybody may make, beside any driver: looking, and releasing quarantined groups."""
+"""The manager's calls that anybody may make, beside any driver: looking, and what only a person can decide."""
 
 from __future__ import annotations
 
@@ -20,6 +20,12 @@ class PeopleCalls(ManagerParts):
         No driver's call: a person may make it beside any driver."""
         self.callers.alive()
         await self._durable(self.control.release_quarantined(ordinals), "the release")
+
+    async def host_gone(self, host: str, boot: str, reason: str) -> None:
+        """A person says that this process of a host is gone for good: what is owed to it expires. Raises
+        `AckMismatch` when nothing is."""
+        self.callers.alive()
+        await self._durable(self.control.results.acknowledging.expire(host, boot, reason), "what is owed to the host")
 
     async def collect_objects(self, delete: bool) -> Collected:
         """Objects that no checkpoint needs; deletes them when asked to and no publication is under way."""

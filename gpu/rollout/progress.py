@@ -33,7 +33,7 @@ REFUSALS = (ContinuationInvalid, LineageInvalid, ResourceInvalid, LedgerInvalid)
 @dataclass(slots=True)
 class Applied:
     """`accepted` entries counted. Attempts in `failed` broke a rule; `spoken` are the ids of their rollouts. `rows` of
-    the report's block are somebody's. `over`: attempts that are not live."""
+    the report's block are somebody's. `over`: attempts that are not live, or not any more."""
 
     accepted: int = 0
     failed: list[Ended] = field(default_factory=lambda: [])
@@ -64,6 +64,7 @@ def apply_progress(
         elif detail := _problem(entry, rollout, done.rows, newest) or _record(books, report, entry, use_block):
             done.spoken.add(id(rollout))
             done.failed.append(Ended(entry.identity, Outcome.MALFORMED, detail=detail))
+            done.over[entry.identity] = None
         else:
             done.accepted += 1
             if isinstance(entry, Turn | Answered) and entry.row >= 0:

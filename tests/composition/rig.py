@@ -39,13 +39,15 @@ PHASES = plain(TASKS)
 R = TypeVar("R", bound=Record)
 
 
-def spec_of(folder: Path, tasks: int, free: int, **changes: dict[str, object]) -> RunSpec:
+def spec_of(folder: Path, tasks: int, free: int, name: str = gated.NAME, **changes: dict[str, object]) -> RunSpec:
     """A small run of real parts: one engine, one worker; on a GPU the engine and the trainer share it. Tasks from
-    `free` on wait for the gate."""
+    `free` on wait for the gate, if the environment `name` has one."""
     device: dict[str, object] = {"device": "cuda", "gpus": 0.3} if CUDA else {"device": "cpu"}
     values = {name: dict(change) for name, change in changes.items()}
-    options = {"folder": str(folder), "tasks": tasks, "free": free}
-    values["environment"] = {"name": gated.NAME, "options": options, "shuffle": False, "epochs": 1}
+    options: dict[str, object] = {"folder": str(folder), "tasks": tasks, "free": free}
+    if name != gated.NAME:
+        options = {"folder": str(folder / "words"), "tasks": tasks}
+    values["environment"] = {"name": name, "options": options, "shuffle": False, "epochs": 1}
     values["rollout"] = {"siblings": 2, "batch": 2, "executing": 16, **values.get("rollout", {})}
     values["generation"] = {
         "engines": 1,
@@ -65,9 +67,11 @@ def spec_of(folder: Path, tasks: int, free: int, **changes: dict[str, object]) -
 class Rig:
     """One run. `pids` are all processes that it was ever seen to have."""
 
-    def __init__(self, folder: Path, *, tasks: int = 8, free: int = 8, **changes: dict[str, object]) -> None:
+    def __init__(
+        self, folder: Path, *, tasks: int = 8, free: int = 8, name: str = gated.NAME, **changes: dict[str, object]
+    ) -> None:
         self.folder = folder
-        self.spec = spec_of(folder, tasks, free, **changes)
+        self.spec = spec_of(folder, tasks, free, name, **changes)
         self.store = LocalStore(folder / "store")
         self.cluster = RayCluster(self.spec)
         self.pids: set[int] = set()

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
+
 from gpu.environments.resources import Claim, Reply, canonical, request_digest
 from gpu.environments.sessions import Session, SessionHost
-from gpu.environments.tools import Sessions, Tools
-from storage.ledger import Boundary, Requested
+from gpu.environments.tools import NotContinuable, Sessions, Tools
+from storage.ledger import Boundary, Export, Requested
 
 
 class Counted(Session):
@@ -46,3 +48,17 @@ async def test_the_attempt_that_takes_over_waits_for_the_intent_before_it_makes_
     tools.turn_begins(at)
     await tools.call("box", "put")
     assert said == ["durable 3.0", "called", "result 3.0"]
+
+
+@pytest.mark.parametrize("revision", [0, 2])
+async def test_a_request_is_not_sent_again_when_the_session_that_knew_of_it_is_gone(revision: int) -> None:
+    """It ended with a seal that was lost, or died with its process: its effect may be outside."""
+    said: list[str] = []
+    host = SessionHost(lambda task, seed: Counted(said), replayable=False)
+    asked = Requested("box", request_digest("put", canonical({})), revision, revision, None)
+    exports = {"box": Export(revision, b"")} if revision else {}
+    at = Boundary(3, 0, 0, b"", 0, 0, 2, True, (asked,), {"box": revision} if revision else {}, exports)
+    tools = Tools({"box": host}, Sessions("run", 1, 0, 0), Claim(1, 1), b"{}", 0, Journal(said))
+    with pytest.raises(NotContinuable, match="not there any more"):
+        await tools.begin(at)
+    assert said == []

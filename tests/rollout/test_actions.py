@@ -80,3 +80,15 @@ def test_an_intent_that_is_said_again_changes_nothing_and_says_what_to_wait_for(
     said = reported(bench, [], [Intent(third.identity, 0, 0, "box", 0, "input")])
     assert (said.accepted, said.over) == (0, ())
     assert first.seq < before == said.seq == bench.writer.last_seq
+
+
+def test_an_attempt_whose_answer_is_refused_hears_that_it_is_over_and_does_not_act() -> None:
+    """Its intent is none: waiting for the record that its report led to would be waiting for somebody else's."""
+    bench = Bench()
+    taken = bench.control.take("w", 1000)
+    acted = next(dispatch for dispatch in taken if dispatch.identity == ACTED)
+    call = bench.row(acted, 0, 0, 0.0, done=False)
+    too_old = Answered(ACTED, 0, 0, 0, 0, 0, 2, -1)
+    said = reported(bench, [call], [too_old, Intent(ACTED, 0, 0, "box", 0, "input")])
+    assert said.over == (ACTED,)
+    assert bench.counts("abandoned_") == {"malformed": 1}

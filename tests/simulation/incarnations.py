@@ -95,7 +95,7 @@ class Incarnations:
         control = RolloutControl(
             claimed.ledger, writer, world.limits, world.clock, length=world.length,
             group_filter=world.judges.verdict, judged_outside=world.judges.outside, suites=world.exams.suites,
-            retention=world.retention,
+            retention=world.retention, topology=world.actors.topology,
         )  # fmt: skip
         control.declare(world.judges.recipe())
         world.tally["incarnations"] += 1

@@ -63,5 +63,6 @@ def check_report(world: World, report: Report) -> None:
         assert [row.record.incarnation for row in segment.rows if isinstance(row.record, schema.RunClaimed)] == [number]
     assert not world.control.ledger.due
     world.exams.check(set(world.control.ledger.evaluated))
+    world.tally["rollouts_discarded"] += world.control.ledger.counts["rollouts_discarded"]
     for name in PROVEN:
         world.tally[name] += getattr(report, name)

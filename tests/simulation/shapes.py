@@ -15,7 +15,8 @@ class Shape:
     `lengths` of the source in groups; `chaos` steps with faults, of which `fault_rate` are one, `late_faults` times as
     many after the first trained step; `flush_s` virtual seconds until a segment is cut without a waiter; `checkpoints`
     after a step; `files`: a token block is an object of its own; `races` at a claim; `alterations` before one;
-    `exams`: a run is evaluated; `snapshot_every` segments a ledger snapshot is due, 0: never.
+    `exams`: a run is evaluated; `acting`: its attempts
+    of several turns act on what the model says; `snapshot_every` segments a ledger snapshot is due, 0: never.
     """
 
     name: str
@@ -32,6 +33,7 @@ class Shape:
     races: float
     alterations: float
     exams: float = 0.5
+    acting: float = 0.5
     snapshot_every: tuple[int, ...] = (0, 1, 3, 10)
 
 
@@ -86,8 +88,8 @@ SHAPES = {
     )
 }
 
-PLAIN = replace(SHAPES["large"], files=0.0, exams=0.0, snapshot_every=(0,))
-"""For tests that edit a finished run: all token blocks travel in the journal, no evaluation, no ledger snapshot."""
+PLAIN = replace(SHAPES["large"], files=0.0, exams=0.0, acting=0.0, snapshot_every=(0,))
+"""For tests that edit a finished run: all token blocks travel in the journal, no evaluation, no action, no snapshot."""
 
 
 def draw_limits(rng: random.Random, shape: Shape) -> Limits:

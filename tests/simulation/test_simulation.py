@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from gpu.rollout.calls import Callers
-from gpu.rollout.messages import Identity
+from gpu.rollout.messages import Accepted, Identity, Report
 from gpu.rollout.results import Results
 from storage import journal, payload, reader, segment
 from storage.errors import TidegateError
@@ -22,9 +22,12 @@ from storage.ledger import Rollout, RolloutState
 from storage.memory import MemoryStore
 from tests.simulation import __main__ as runner
 from tests.simulation import memo, oracle
+from tests.simulation.actors import Actor, Actors
 from tests.simulation.campaign import Failure, missing, play_all, play_seeds
 from tests.simulation.incarnations import RUN
+from tests.simulation.outside import Box
 from tests.simulation.shapes import SHAPES
+from tests.simulation.workers import Running
 from tests.simulation.world import World, play
 
 WORLDS = int(os.environ.get("TIDEGATE_SIMULATIONS", "3200"))
@@ -157,6 +160,25 @@ def test_worlds_notice_a_late_result_that_counts(monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(Results, "_current", current)
     assert broken("large", range(20, 60))
+
+
+def test_worlds_notice_a_worker_that_does_not_wait_for_its_intent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Actor, "_durable", lambda self: self._settled is not None)
+    assert "only when its intent is durable" in broken()
+
+
+def test_worlds_notice_a_lost_session_whose_open_request_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Box, "replayable", True)  # which it is not
+    assert "each request takes effect once" in broken("large", range(60))
+
+
+def test_worlds_notice_an_intent_that_is_refused_and_acted_on_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(self: Actors, report: Report, accepted: Accepted, running: list[Running]) -> list[Running]:
+        self.settle(report, accepted, running)
+        return []
+
+    monkeypatch.setattr(Actors, "told", told)
+    assert "only when its intent is durable" in broken("large", range(60))
 
 
 # ---------------------------------------------------------------------- the runner

@@ -21,6 +21,7 @@ from storage.runs import create_run, make_run
 from storage.verify import Report as VerifyReport
 from storage.verify import verify
 from tests.simulation import memo, oracle
+from tests.simulation.actors import Actors
 from tests.simulation.alterations import Alterations
 from tests.simulation.drivers import Drivers
 from tests.simulation.exams import Exams
@@ -84,7 +85,7 @@ class World:
                 settings={},
             ),
         )
-        self.judges, self.exams = Judges(self, seed), Exams(self, seed)
+        self.judges, self.exams, self.actors = Judges(self, seed), Exams(self, seed), Actors(self, seed)
         self.workers, self.drivers = Workers(self), Drivers(self)
         self.incarnations, self.alterations = Incarnations(self), Alterations(self)
         self.claiming = True
@@ -153,7 +154,7 @@ class World:
 
     def _succeed(self, alive: Incarnation | None) -> None:
         self.archived = -1
-        on_the_way = self.workers.lose_all()
+        on_the_way = self.workers.lose_all(alive)
         self.drivers.manager_lost(trainer_too=True)
         self.claiming = True
         # Checkpoints exist late in a run, so they would rarely be met.
@@ -184,6 +185,8 @@ class World:
             possible += [self.incarnations.wake] * 3
         if self.store.delayed:
             possible += [self.incarnations.land] * 2
+        if self.actors.any_late:
+            possible += [self.actors.go_on_late] * 3
         if self.drivers.any_replaced:
             possible.append(self.drivers.wake_replaced)
         self.rng.choice(possible)()
@@ -256,6 +259,8 @@ class World:
         assert self.store.writes == writes, "whoever comes after the end changes nothing"
         report = verify(self.store, RUN)
         oracle.check_report(self, report)
+        if self.actors.acting:
+            self.actors.outside.check()
         return report
 
 

@@ -30,8 +30,8 @@ def record_of(entry: Progress) -> schema.Record:
     """As the journal would have it, were it allowed."""
     one = entry.identity
     said = {name: getattr(entry, name) for name in entry.__struct_fields__ if name != "identity"}
-    block = {"block": ""} if isinstance(entry, Turn | Answered) else {}
-    return RECORDS[type(entry)](group=one.group, sibling=one.sibling, attempt=one.attempt, **said, **block)
+    said |= {"group": one.group, "sibling": one.sibling, "attempt": one.attempt}
+    return RECORDS[type(entry)](**said, **({"block": ""} if isinstance(entry, Turn | Answered) else {}))
 
 
 class Wrong(NamedTuple):
