@@ -41,18 +41,22 @@ class NemoGym(Environment):
         data: str,
         turns: int = 8,
         max_new_tokens: int = 512,
-        timeout_s: float = 120.0,
+        timeout: float = 120.0,
         token_env: str = "",
     ) -> None:
-        if turns < 1 or max_new_tokens < 1 or timeout_s <= 0:
-            raise ValueError("turns >= 1, max_new_tokens >= 1 and timeout_s > 0")
+        if turns < 1 or max_new_tokens < 1 or timeout <= 0:
+            raise ValueError("turns >= 1, max_new_tokens >= 1 and timeout > 0")
         self.max_turns, self.max_new_tokens = turns, max_new_tokens
-        self._server = NemoGymServer(url, timeout_s=timeout_s, token_env=token_env)
+        self._server = NemoGymServer(url, timeout_s=timeout, token_env=token_env)
         self._tasks = _read(Path(data))
 
     @property
     def resources(self) -> Mapping[str, ResourceHost]:
         return {RESOURCE: self._server}
+
+    @property
+    def recipe(self) -> Sequence[type]:
+        return [NemoGymServer]
 
     def __len__(self) -> int:
         return len(self._tasks)

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
 
 from gpu.environments.base import CheckpointMode
 from gpu.environments.participants import wire
-from gpu.environments.participants.capabilities import Capabilities
-from gpu.environments.participants.errors import HostFailed, HostUnreachable
+from gpu.environments.participants.capabilities import RECEIPTS, Capabilities
+from gpu.environments.participants.errors import HostFailed, HostReplaced, HostUnreachable
 from gpu.environments.participants.transport import Transport
-from gpu.environments.resources import Claim, Reply, Request, ResourceHost, Standing, canonical
+from gpu.environments.resources import Claim, Reply, Request, ResourceHost, Standing
 from storage.errors import ConfigurationRefused, ResourceInvalid
-from storage.ledger import Export
-
-
-class Owed(NamedTuple):
-    """The acknowledgement of a completed result, and the process that waits for it."""
-
-    to: wire.Instance
-    receipt: wire.Receipt
+from storage.ledger import Export, Obligation
+from storage.schema import Receipt
 
 
 class HttpHost(ResourceHost):
@@ -48,7 +41,8 @@ class HttpHost(ResourceHost):
         await self._ready()
         message = wire.Claim(session=session, claim=_held(claim))
         answer = await self._transport.ask("sessions/claim", message, wire.Claimed)
-        self._boots[session] = answer.instance.boot
+        if answer.revision is not None:
+            self._boots[session] = answer.instance.boot
         return answer.revision
 
     async def call(self, session: str, claim: Claim, request: Request) -> Reply:
@@ -59,7 +53,7 @@ class HttpHost(ResourceHost):
         return Reply(answer.content, answer.revision)
 
     async def standing(self, session: str, claim: Claim, request: Request) -> tuple[Standing, Reply | None]:
-        """UNKNOWN also when the host does not answer, has no such session, or is another process than had it."""
+        """UNKNOWN also when the host does not answer, has lost the session, or is another process than had it."""
         message = wire.Call(session=session, claim=_held(claim), request=_asked(request))
         try:
             await self._ready()
@@ -67,7 +61,7 @@ class HttpHost(ResourceHost):
         except (HostUnreachable, HostFailed):
             return Standing.UNKNOWN, None
         except ResourceInvalid as error:
-            if error.code == "missing":
+            if error.code == "missing" and session in self._boots:
                 return Standing.UNKNOWN, None
             raise
         if self._boots.get(session, answer.instance.boot) != answer.instance.boot:
@@ -99,40 +93,48 @@ class HttpHost(ResourceHost):
 
     # ------------------------------------------------------------------ completed results
 
-    async def finish(
-        self,
-        session: str,
-        claim: Claim,
-        result: Mapping[str, Any],
-        *,
-        capture: str | None = None,
-        call: str | None = None,
-    ) -> Owed:
-        """End a session with a result, which the host keeps until it is acknowledged. The same result again gets the
-        same receipt; another one raises `CompletionRefused`."""
-        stated = wire.Result(content=canonical(result), capture=capture, call=call)
+    async def complete(self, session: str, claim: Claim, result: bytes, capture: str, call: str) -> Receipt | None:
+        """The same result again gets the same receipt; another one raises `CompletionRefused`."""
+        await self._ready()
+        if self._capabilities is None or RECEIPTS not in self._capabilities.features:
+            return None
+        stated = wire.Result(content=result, capture=capture, call=call)
         message = wire.End(session=session, claim=_held(claim), result=stated)
         answer = await self._transport.ask("sessions/end", message, wire.Completed)
-        self._boots.pop(session, None)
-        if answer.receipt is None:
+        found = answer.receipt
+        if found is None:
             raise HostFailed(
                 f"{answer.instance} gave no receipt for {session}", expected="one", action="correct the host"
             )
-        return Owed(answer.instance, answer.receipt)
+        self._boots.pop(session, None)
+        return Receipt(
+            place=0,
+            host=answer.instance.name,
+            boot=answer.instance.boot,
+            session=found.session,
+            generation=found.generation,
+            result=found.result,
+            digest=found.digest,
+            capture=found.capture,
+            call=found.call,
+        )
 
-    async def acknowledge(self, to: wire.Instance, receipts: Sequence[wire.Receipt]) -> tuple[str, ...]:
-        """`new` or `duplicate` for each. Raises `CompletionRefused` for a batch of which one does not fit, then none
-        is released; `HostReplaced` when that process is gone, then they may expire; `HostUnreachable`, then they may
-        not."""
-        message = wire.Acknowledge(to=to, receipts=tuple(receipts))
-        answer = await self._transport.ask("completions/acknowledge", message, wire.Acknowledged)
-        if len(answer.outcomes) != len(receipts) or not {"new", "duplicate"}.issuperset(answer.outcomes):
+    async def acknowledge(self, boot: str, owed: Sequence[Obligation]) -> bool:
+        """Raises `CompletionRefused` for a batch of which one does not fit, then none is released, and
+        `HostUnreachable`: not answering is not gone."""
+        to = wire.Instance(name=self._transport.name, boot=boot)
+        message = wire.Acknowledge(to=to, receipts=tuple(_receipt(one) for one in owed))
+        try:
+            answer = await self._transport.ask("completions/acknowledge", message, wire.Acknowledged)
+        except HostReplaced:
+            return False
+        if len(answer.outcomes) != len(owed) or not {"new", "duplicate"}.issuperset(answer.outcomes):
             raise HostFailed(
                 f"{answer.instance} answered {', '.join(answer.outcomes) or 'nothing'}",
-                expected=f"new or duplicate for each of {len(receipts)} receipts",
+                expected=f"new or duplicate for each of {len(owed)} receipts",
                 action="keep the obligations; correct the host",
             )
-        return answer.outcomes
+        return True
 
     async def unacknowledged(self) -> tuple[wire.Instance, tuple[wire.Retained, ...]]:
         """What the host keeps, and which process it is."""
@@ -170,6 +172,20 @@ def _first(session: str, claim: Claim) -> bool:
 
 def _held(claim: Claim) -> wire.Held:
     return wire.Held(incarnation=claim.incarnation, attempt=claim.attempt)
+
+
+def _receipt(owed: Obligation) -> wire.Receipt:
+    stated = owed.receipt
+    return wire.Receipt(
+        session=stated.session,
+        incarnation=owed.incarnation,
+        attempt=owed.attempt,
+        generation=stated.generation,
+        result=stated.result,
+        digest=stated.digest,
+        capture=stated.capture,
+        call=stated.call,
+    )
 
 
 def _asked(request: Request) -> wire.Asked:

@@ -20,6 +20,8 @@ from gpu.environments.resources import Claim, canonical
 
 RETAINED = 4096
 """Results that wait for their acknowledgement; with more, no further attempt can end."""
+ACKNOWLEDGED = 100_000
+"""Acknowledged receipts that a host remembers, the newest ones."""
 
 
 class _Kept(NamedTuple):
@@ -36,15 +38,15 @@ class Completions:
         self._retained: dict[str, _Kept] = {}
         self._acknowledged: dict[str, Receipt] = {}
 
-    def check_begin(self, session: str, claim: Claim) -> None:
-        """An attempt wants to use a session. A newer one than that of a retained result is welcome: the run has not
-        got that result, and never will."""
+    def check_use(self, session: str, claim: Claim) -> None:
+        """An attempt wants to use a session; one that is over may not. A newer one than that of a retained result is
+        welcome: the run has not got that result, and never will."""
         done = self._acknowledged.get(session)
         if done is not None and claim <= _claim(done):
-            raise _refused(f"attempt {claim.attempt} of {session} begins after its acknowledgement", "over")
+            raise _refused(f"attempt {claim.attempt} of {session} comes after its acknowledgement", "over")
         kept = self._retained.get(session)
         if kept is not None and claim <= _claim(kept.receipt):
-            raise _refused(f"attempt {claim.attempt} of {session} begins after its result", "completed")
+            raise _refused(f"attempt {claim.attempt} of {session} comes after its result", "completed")
 
     def begins(self, session: str, claim: Claim) -> None:
         """It has the session now. Each begin in this process has a number of its own, its generation."""
@@ -78,8 +80,10 @@ class Completions:
         return receipt
 
     def ended(self, session: str) -> None:
-        """Without a result."""
+        """The run ends a session: a result that it has not acknowledged is one that it has, or will never have."""
         self._begun.pop(session, None)
+        if session in self._retained:
+            self._release(session)
 
     def retained(self) -> tuple[Retained, ...]:
         return tuple(Retained(receipt=one.receipt, content=one.content) for one in self._retained.values())
@@ -91,8 +95,7 @@ class Completions:
             raise _refused("a batch that names a session twice", "repeated")
         for receipt, outcome in zip(receipts, outcomes, strict=True):
             if outcome == "new":
-                del self._retained[receipt.session]
-                self._acknowledged[receipt.session] = receipt
+                self._release(receipt.session)
         return outcomes
 
     def forget(self, sessions: Sequence[str]) -> None:
@@ -100,6 +103,12 @@ class Completions:
         for session in sessions:
             for known in (self._begun, self._retained, self._acknowledged):
                 known.pop(session, None)
+
+    def _release(self, session: str) -> None:
+        self._acknowledged.pop(session, None)
+        self._acknowledged[session] = self._retained.pop(session).receipt
+        while len(self._acknowledged) > ACKNOWLEDGED:
+            del self._acknowledged[next(iter(self._acknowledged))]
 
     def _outcome(self, receipt: Receipt) -> str:
         kept = self._retained.get(receipt.session)

@@ -19,14 +19,14 @@ import msgspec
 
 from gpu.environments.participants.capabilities import CONTROL, RECEIPTS, Capabilities, Component
 from gpu.environments.participants.completions import Completions
-from gpu.environments.participants.errors import CheckpointBlocked, HostReplaced, StaleCheckpoint
+from gpu.environments.participants.errors import CheckpointBlocked, HostReplaced, MessageInvalid, StaleCheckpoint
 from gpu.environments.participants.kept import KeptSessions
 from gpu.environments.participants.manifest import check_export, check_manifest, entry, sealed
 from gpu.environments.participants.protocol import Begun, Control, Ended, Operation, Recorded
 from gpu.environments.participants.wire import Instance, Load, Manifest, Receipt, Result
 from gpu.environments.resources import Claim
 from storage.clock import Clock
-from storage.errors import ArtifactCorrupt, ConfigurationRefused, DeadlineExceeded
+from storage.errors import ArtifactCorrupt, DeadlineExceeded
 
 POLL_S = 0.05
 """How late a waiter may notice that time ended its wait; everything else wakes it at once."""
@@ -74,20 +74,19 @@ class ParticipantHost:
             self._notify()
 
     async def finish(self, session: str, claim: Claim | None, result: Result | None) -> Receipt | None:
-        """End a session; its result is kept until it is acknowledged."""
-        receipt = None
-        if result is None:
-            self.completions.ended(session)
-        elif claim is None:
-            raise ConfigurationRefused(
+        """End a session. With a result it stays until that is acknowledged, so that a newer attempt, whose run has not
+        got the result, finds it."""
+        if result is not None and claim is not None:
+            return self.completions.complete(session, claim, result)
+        if result is not None:
+            raise MessageInvalid(
                 f"a result of {session} without a claim", expected="whose result it is", action="send the claim"
             )
-        else:
-            receipt = self.completions.complete(session, claim, result)
+        self.completions.ended(session)
         await self.sessions.end(session)
-        return receipt
+        return None
 
-    def acknowledge(self, to: Instance, receipts: Sequence[Receipt]) -> tuple[str, ...]:
+    async def acknowledge(self, to: Instance, receipts: Sequence[Receipt]) -> tuple[str, ...]:
         """Raises `HostReplaced` when another process issued them."""
         if to != self.instance:
             raise HostReplaced(
@@ -96,8 +95,18 @@ class ParticipantHost:
                 action="let what that process owed expire, with a record",
             )
         outcomes = self.completions.acknowledge(receipts)
+        for receipt, outcome in zip(receipts, outcomes, strict=True):
+            if outcome == "new":
+                await self.sessions.end(receipt.session)
         self._notify()
         return outcomes
+
+    async def forget(self, sessions: Sequence[str]) -> None:
+        """Nothing is owed of these sessions, and nothing can come of them any more."""
+        self.completions.forget(sessions)
+        for session in sessions:
+            await self.sessions.end(session)
+        self._notify()
 
     # ------------------------------------------------------------------ checkpoints
 

@@ -98,7 +98,7 @@ STATUS: dict[type[TidegateError], int] = {
     errors.ArtifactCorrupt: 409,
     errors.FingerprintMismatch: 409,
     errors.RestoreNotFresh: 409,
-    errors.DeadlineExceeded: 408,
+    errors.DeadlineExceeded: 409,
 }
 """The HTTP status of each class that a host answers with."""
 

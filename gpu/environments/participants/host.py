@@ -34,7 +34,7 @@ from gpu.environments.participants.protocol import Operation
 from gpu.environments.participants.routes import SessionRoutes
 from gpu.environments.sessions import Session
 from storage.clock import SystemClock
-from storage.errors import ConfigurationRefused, TidegateError
+from storage.errors import ConfigurationRefused, TidegateError, UserError
 
 LARGEST_BODY = 256 << 20
 """Bytes of one message; a restore carries every session of its host."""
@@ -83,11 +83,11 @@ class HttpServer:
         return wire.Unacknowledged(instance=self._host.instance, results=self._host.completions.retained())
 
     async def _acknowledge(self, message: wire.Acknowledge) -> wire.Answer:
-        outcomes = self._host.acknowledge(message.to, message.receipts)
+        outcomes = await self._host.acknowledge(message.to, message.receipts)
         return wire.Acknowledged(instance=self._host.instance, outcomes=outcomes)
 
     async def _forget(self, message: wire.Forget) -> wire.Answer:
-        self._host.completions.forget(message.sessions)
+        await self._host.forget(message.sessions)
         return wire.Answer(instance=self._host.instance)
 
     # ------------------------------------------------------------------ checkpoints
@@ -223,6 +223,14 @@ def main() -> None:
     parser.add_argument("--ledger", type=Path, help="gets one JSON line for each executed change")
     parser.add_argument("--token-env", default="", help="environment variable with the bearer token")
     given = parser.parse_args()
+    try:
+        server = _made(given)
+    except UserError as error:
+        parser.exit(error.exit_code, f"{error}\n")
+    asyncio.run(serve(server, given.address, given.port))
+
+
+def _made(given: argparse.Namespace) -> HttpServer:
     sessions = KeptSessions(
         load_session(given.session),
         mode=given.mode,
@@ -230,7 +238,7 @@ def main() -> None:
         ledger=EffectLedger(given.ledger) if given.ledger else None,
     )
     host = ParticipantHost(given.name, uuid.uuid4().hex, sessions, SystemClock(), given.component)
-    asyncio.run(serve(HttpServer(host, token_from(given.token_env)), given.address, given.port))
+    return HttpServer(host, token_from(given.token_env))
 
 
 if __name__ == "__main__":

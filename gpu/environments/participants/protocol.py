@@ -16,7 +16,6 @@ a step of the wall clock moves no lease.
 
 from __future__ import annotations
 
-import math
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -245,7 +244,7 @@ class Control:
 
     def _until(self, operation: Operation, checkpoint: str, deadline: float) -> float:
         left = deadline - self._clock.wall()
-        if not 0 < left <= LONGEST_LEASE_S or not math.isfinite(deadline):
+        if not 0 < left <= LONGEST_LEASE_S:
             raise DeadlineExceeded(
                 f"{operation.value} of checkpoint {checkpoint} with a deadline {left:.1f} s from now",
                 expected=f"one that is ahead, by {LONGEST_LEASE_S:.0f} s at most",

@@ -13,17 +13,17 @@ class SessionRoutes:
         self._host, self._sessions = host, host.sessions
 
     async def start(self, message: wire.Start) -> wire.Answer:
-        claim = claim_of(message.claim)
+        claim = _claim(message.claim)
         async with self._host.admitted(f"start of {message.session}"):
-            self._host.completions.check_begin(message.session, claim)
+            self._host.completions.check_use(message.session, claim)
             await self._sessions.begin(message.session, claim, message.task, message.seed, first=message.first)
             self._host.completions.begins(message.session, claim)
             return wire.Answer(instance=self._host.instance)
 
     async def claim(self, message: wire.Claim) -> wire.Answer:
-        claim = claim_of(message.claim)
+        claim = _claim(message.claim)
         async with self._host.admitted(f"claim of {message.session}"):
-            self._host.completions.check_begin(message.session, claim)
+            self._host.completions.check_use(message.session, claim)
             revision = await self._sessions.claim(message.session, claim)
             if revision is not None:
                 self._host.completions.begins(message.session, claim)
@@ -31,14 +31,16 @@ class SessionRoutes:
 
     async def call(self, message: wire.Call) -> wire.Answer:
         request = _request(message.request)
+        claim = _claim(message.claim)
         async with self._host.admitted(f"request {request.id}"):
-            reply = await self._sessions.call(message.session, claim_of(message.claim), request)
+            self._host.completions.check_use(message.session, claim)
+            reply = await self._sessions.call(message.session, claim, request)
             return wire.Replied(instance=self._host.instance, content=reply.content, revision=reply.revision)
 
     async def standing(self, message: wire.Call) -> wire.Answer:
         async with self._host.admitted(f"standing of {message.request.id}"):
             found, reply = await self._sessions.standing(
-                message.session, claim_of(message.claim), _request(message.request)
+                message.session, _claim(message.claim), _request(message.request)
             )
             return wire.Stood(
                 instance=self._host.instance,
@@ -49,13 +51,13 @@ class SessionRoutes:
 
     async def export(self, message: wire.Claim) -> wire.Answer:
         async with self._host.admitted(f"export of {message.session}"):
-            export = await self._sessions.export(message.session, claim_of(message.claim))
+            export = await self._sessions.export(message.session, _claim(message.claim))
             return wire.Exported(instance=self._host.instance, revision=export.revision, state=export.state)
 
     async def restore(self, message: wire.Restore) -> wire.Answer:
-        claim = claim_of(message.claim)
+        claim = _claim(message.claim)
         async with self._host.admitted(f"restore of {message.session}"):
-            self._host.completions.check_begin(message.session, claim)
+            self._host.completions.check_use(message.session, claim)
             export = Export(message.revision, message.state)
             await self._sessions.restore(message.session, claim, message.task, message.seed, export)
             self._host.completions.begins(message.session, claim)
@@ -63,12 +65,12 @@ class SessionRoutes:
 
     async def end(self, message: wire.End) -> wire.Answer:
         async with self._host.admitted(f"end of {message.session}"):
-            claim = claim_of(message.claim) if message.claim is not None else None
+            claim = _claim(message.claim) if message.claim is not None else None
             receipt = await self._host.finish(message.session, claim, message.result)
             return wire.Completed(instance=self._host.instance, receipt=receipt)
 
 
-def claim_of(held: wire.Held) -> Claim:
+def _claim(held: wire.Held) -> Claim:
     return Claim(held.incarnation, held.attempt)
 
 

@@ -15,7 +15,8 @@ from aiohttp import ClientError, ClientSession, ClientTimeout
 
 from gpu.environments.participants import wire
 from gpu.environments.participants.address import checked_url, token_from
-from gpu.environments.participants.errors import HostReplaced, HostUnreachable, MessageInvalid, OutcomeUnknown
+from gpu.environments.participants.errors import HostUnreachable, MessageInvalid, OutcomeUnknown
+from storage.errors import ConfigurationRefused, SchemaUnsupported
 
 log = logging.getLogger(__name__)
 BACKOFF_S, LONGEST_BACKOFF_S = 0.05, 1.0
@@ -87,11 +88,16 @@ class Transport:
             raise self._unreachable(path, repr(error)) from error
         try:
             answer = wire.decode(body, kind if status == 200 else wire.Failure)
-        except MessageInvalid as error:
-            raise self._unreachable(path, f"status {status}, {error.found}") from error
+        except (MessageInvalid, SchemaUnsupported) as error:
+            if status == 200 and isinstance(error, SchemaUnsupported):
+                raise
+            raise self._unreachable(path, f"status {status}, {error.found}") from error  # somebody in between
         if answer.instance.name != self.name:
-            raise HostReplaced(
-                f"{self.url} is {answer.instance}", expected=self.name, action="correct the url or the name of the host"
+            raise ConfigurationRefused(
+                f"{self.url} is {answer.instance}",
+                expected=self.name,
+                action="correct the url or the name of the host",
+                code="host_name",
             )
         if isinstance(answer, wire.Failure):
             raise wire.raised(answer)

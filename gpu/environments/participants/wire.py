@@ -125,7 +125,7 @@ class Result(Part, frozen=True, kw_only=True):
 
 
 class End(Message, frozen=True, kw_only=True):
-    """With a result, the host keeps that until it is acknowledged; `claim` says whose it is."""
+    """With a result, the host keeps that and the session until it is acknowledged; `claim` says whose it is."""
 
     session: Name
     claim: Held | None = None

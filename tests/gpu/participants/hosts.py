@@ -23,6 +23,8 @@ from gpu.environments.participants.protocol import Phase
 from gpu.environments.participants.transport import Transport
 from gpu.environments.resources import Claim, Request, canonical, opened
 from storage.clock import Clock, SystemClock
+from storage.ledger import Obligation
+from storage.schema import Receipt
 
 SESSION = "run/g0/0~0"
 ONE = Claim(1, 0)
@@ -36,6 +38,12 @@ def request(cursor: int, revision: int, operation: str = "add", reads: bool = Fa
 def effects(ledger: Path) -> Counter[str]:
     """How often each request was executed."""
     return Counter(json.loads(line)["request"] for line in ledger.read_text().splitlines())
+
+
+def owed(receipt: Receipt | None, claim: Claim = ONE) -> Obligation:
+    """As the ledger has it from the seal on."""
+    assert receipt is not None
+    return Obligation(0, 0, claim.attempt, claim.incarnation, receipt)
 
 
 class Running:

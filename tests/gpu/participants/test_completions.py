@@ -21,7 +21,7 @@ def result(content: str = '{"reward": 1.0, "id": "r7"}', **more: str) -> Result:
 
 
 def completed(kept: Completions, session: str = "run/g0/0~0", claim: Claim = ONE, **more: str) -> Receipt:
-    kept.check_begin(session, claim)
+    kept.check_use(session, claim)
     kept.begins(session, claim)
     return kept.complete(session, claim, result(**more))
 
@@ -148,17 +148,17 @@ def test_after_the_acknowledgement_a_late_begin_or_result_of_that_attempt_and_ol
     kept.acknowledge([completed(kept, claim=Claim(2, 3))])
     for late in (Claim(2, 3), Claim(2, 2), Claim(1, 9)):
         with pytest.raises(CompletionRefused):
-            kept.check_begin("run/g0/0~0", late)
+            kept.check_use("run/g0/0~0", late)
         with pytest.raises(CompletionRefused):
             kept.complete("run/g0/0~0", late, result())
-    kept.check_begin("run/g0/0~0", Claim(2, 4))
+    kept.check_use("run/g0/0~0", Claim(2, 4))
 
 
 def test_an_attempt_that_has_a_result_does_not_begin_again_and_a_newer_one_drops_that_result() -> None:
     kept = Completions()
     receipt = completed(kept)
     with pytest.raises(CompletionRefused):
-        kept.check_begin("run/g0/0~0", ONE)
+        kept.check_use("run/g0/0~0", ONE)
     newer = completed(kept, claim=Claim(2, 1))
     assert [one.receipt for one in kept.retained()] == [newer]
     with pytest.raises(CompletionRefused):
@@ -174,6 +174,27 @@ def test_results_beyond_the_bound_are_refused_and_none_is_dropped(monkeypatch: p
         completed(kept, "s2")
     kept.acknowledge(receipts[:1])
     assert kept.complete("s2", ONE, result()).session == "s2"
+
+
+def test_a_result_whose_session_the_run_ends_is_released_and_its_acknowledgement_may_still_come() -> None:
+    kept = Completions()
+    receipt = completed(kept)
+    kept.ended("run/g0/0~0")
+    assert not kept.retained()
+    assert kept.acknowledge([receipt]) == ("duplicate",)
+    with pytest.raises(CompletionRefused):
+        kept.check_use("run/g0/0~0", ONE)
+
+
+def test_the_memory_of_what_was_acknowledged_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(completions, "ACKNOWLEDGED", 2)
+    kept = Completions()
+    receipts = [completed(kept, f"s{i}") for i in range(3)]
+    for receipt in receipts:
+        kept.acknowledge([receipt])
+    assert kept.acknowledge(receipts[1:]) == ("duplicate",) * 2
+    with pytest.raises(CompletionRefused):
+        kept.acknowledge(receipts[:1])
 
 
 def test_what_is_forgotten_leaves_nothing_behind() -> None:

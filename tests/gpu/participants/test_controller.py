@@ -38,7 +38,7 @@ from storage.errors import (
     RestoreRefused,
     TidegateError,
 )
-from tests.gpu.participants.hosts import ONE, SESSION, Proxy, Running, host, proxied, request
+from tests.gpu.participants.hosts import ONE, SESSION, Proxy, Running, host, owed, proxied, request
 
 NAMES = {"policy": Component.MODEL, "coder": Component.AGENT, "shell": Component.RESOURCE}
 
@@ -205,13 +205,13 @@ async def test_a_result_that_is_not_acknowledged_is_waited_for_and_else_blocks()
     async with trio() as three:
         coder = HttpHost(three.hosts["coder"].transport())
         await coder.start(SESSION, ONE, b"", 0)
-        owed = await coder.finish(SESSION, ONE, {"reward": 1.0})
+        receipt = await coder.complete(SESSION, ONE, b"{}", "g0/0~0", "g0/0~0.1")
         with pytest.raises((DeadlineExceeded, StaleCheckpoint)):
             await three.controller.prepare("c1", soon(0.3))
         preparing = asyncio.create_task(three.controller.prepare("c2", soon()))
         await asyncio.sleep(0.1)
         assert not preparing.done()
-        await coder.acknowledge(owed.to, [owed.receipt])
+        await coder.acknowledge("b1", [owed(receipt)])
         await preparing
         await three.controller.resume("c2")
         with pytest.raises(CompletionRefused):

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from aiohttp import ClientSession, web
 
@@ -16,16 +18,15 @@ from gpu.environments.participants.errors import (
     AccessRefused,
     CompletionRefused,
     HostFailed,
-    HostReplaced,
     HostUnreachable,
     OutcomeUnknown,
 )
 from gpu.environments.participants.notes import EffectLedger
 from gpu.environments.participants.transport import Transport
-from gpu.environments.resources import Claim, Standing, ToolError, opened
+from gpu.environments.resources import Claim, Standing, ToolError, canonical, opened
 from gpu.environments.sessions import Session
 from storage.errors import ConfigurationRefused, ResourceInvalid
-from tests.gpu.participants.hosts import ONE, SESSION, HostProcess, effects, host, proxied, request
+from tests.gpu.participants.hosts import ONE, SESSION, HostProcess, effects, host, owed, proxied, request
 
 
 @contextlib.asynccontextmanager
@@ -85,11 +86,13 @@ async def test_a_change_whose_reply_is_lost_is_sent_once_and_its_standing_has_th
         assert effects(ledger) == {f"{SESSION}.0.0": 1}
 
 
-@pytest.mark.parametrize("status", [502, 200])
-async def test_an_answer_that_is_not_the_hosts_leaves_the_outcome_unknown(status: int) -> None:
+@pytest.mark.parametrize(
+    ("status", "body"), [(502, b"<html>Bad gateway"), (502, b'{"detail": "no"}'), (200, b"<html>")]
+)
+async def test_an_answer_that_is_not_the_hosts_leaves_the_outcome_unknown(status: int, body: bytes) -> None:
     async with host() as running, proxied(running) as proxy, using(running.transport(proxy.url)) as notes:
         await notes.start(SESSION, ONE, b"", 0)
-        proxy.answers["sessions/call"] = web.Response(status=status, body=b"<html>Bad gateway")
+        proxy.answers["sessions/call"] = web.Response(status=status, body=body)
         with pytest.raises(OutcomeUnknown):
             await notes.call(SESSION, ONE, request(0, 0))
         assert proxy.seen["sessions/call"] == 1
@@ -225,34 +228,87 @@ async def test_a_request_is_bounded_by_its_timeout() -> None:
 # ---------------------------------------------------------------------- completed results over HTTP
 
 
+RESULT = canonical({"reward": 1.0})
+LINEAGE = "g0/0~0", "g0/0~0.3"
+
+
 async def test_a_result_whose_receipt_was_lost_gets_the_same_receipt_again() -> None:
     async with host() as running, proxied(running) as proxy, using(running.transport(proxy.url)) as notes:
         await notes.start(SESSION, ONE, b"", 0)
         proxy.lost["sessions/end"] = 1
-        owed = await notes.finish(SESSION, ONE, {"reward": 1.0})
+        receipt = await notes.complete(SESSION, ONE, RESULT, *LINEAGE)
         assert proxy.seen["sessions/end"] == 2
+        assert receipt is not None
+        assert (receipt.boot, receipt.session, receipt.capture, receipt.call) == ("b1", SESSION, *LINEAGE)
         _, results = await notes.unacknowledged()
-        assert [one.receipt for one in results] == [owed.receipt]
-        proxy.lost["completions/acknowledge"] = 1
-        assert await notes.acknowledge(owed.to, [owed.receipt]) == ("duplicate",), "the first try was applied"
-        for late in (notes.start(SESSION, ONE, b"", 0), notes.finish(SESSION, ONE, {"reward": 1.0})):
+        assert [one.receipt.digest for one in results] == [receipt.digest]
+        for late in (notes.start(SESSION, ONE, b"", 0), notes.call(SESSION, ONE, request(0, 0))):
             with pytest.raises(CompletionRefused):
                 await late
+        with pytest.raises(CompletionRefused):
+            await notes.complete(SESSION, ONE, canonical({"reward": 0.0}), *LINEAGE)
+        proxy.lost["completions/acknowledge"] = 1
+        for _ in range(2):
+            assert await notes.acknowledge("b1", [owed(receipt)])
+        assert not (await notes.unacknowledged())[1]
+        for late in (notes.start(SESSION, ONE, b"", 0), notes.complete(SESSION, ONE, RESULT, *LINEAGE)):
+            with pytest.raises(CompletionRefused):
+                await late
+        assert not running.core.sessions.whole(), "the session went with its result"
+
+
+async def test_a_batch_with_one_receipt_that_does_not_fit_releases_none() -> None:
+    async with host() as running, using(running.transport()) as notes:
+        batch = []
+        for group in range(3):
+            session = f"run/g{group}/0~0"
+            await notes.start(session, ONE, b"", 0)
+            batch.append(owed(await notes.complete(session, ONE, RESULT, *LINEAGE)))
+        wrong = msgspec.structs.replace(batch[1], attempt=1)
+        with pytest.raises(CompletionRefused, match="another attempt"):
+            await notes.acknowledge("b1", [batch[0], wrong, batch[2]])
+        assert len((await notes.unacknowledged())[1]) == 3
+        assert await notes.acknowledge("b1", batch)
+
+
+async def test_an_attempt_whose_result_the_run_never_got_is_followed_by_one_that_finds_its_session(
+    tmp_path: Path,
+) -> None:
+    ledger, newer = tmp_path / "effects", Claim(2, 1)
+    async with host(ledger=ledger, replayable=False) as running, using(running.transport()) as notes:
+        await notes.start(SESSION, ONE, b"", 0)
+        made = await notes.call(SESSION, ONE, request(0, 0))
+        lost = await notes.complete(SESSION, ONE, RESULT, *LINEAGE)
+        assert await notes.claim(SESSION, newer) == 1
+        assert await notes.standing(SESSION, newer, request(0, 0)) == (Standing.APPLIED, made)
+        receipt = await notes.complete(SESSION, newer, RESULT, *LINEAGE)
+        with pytest.raises(CompletionRefused):
+            await notes.acknowledge("b1", [owed(lost)])
+        assert await notes.acknowledge("b1", [owed(receipt, newer)])
+        assert effects(ledger) == {f"{SESSION}.0.0": 1}
+
+
+async def test_what_nobody_will_acknowledge_is_forgotten_when_the_run_says_so() -> None:
+    async with host() as running, using(running.transport()) as notes:
+        await notes.start(SESSION, ONE, b"", 0)
+        await notes.complete(SESSION, ONE, RESULT, *LINEAGE)
+        _, results = await notes.unacknowledged()
+        await notes.forget([one.receipt.session for one in results])
+        assert not (await notes.unacknowledged())[1]
+        assert not running.core.sessions.whole()
 
 
 async def test_an_obligation_to_a_process_that_is_gone_is_refused_by_the_next_one() -> None:
-    async with HostProcess() as process:
-        transport = Transport(process.url, "notes", timeout_s=5.0, patience_s=20.0)
-        async with using(transport) as notes:
-            await notes.start(SESSION, ONE, b"", 0)
-            owed = await notes.finish(SESSION, ONE, {"reward": 1.0})
-            await process.kill()
-            async with using(Transport(process.url, "notes", patience_s=0.2)) as hasty:
-                with pytest.raises(HostUnreachable):  # not answering is not gone
-                    await hasty.acknowledge(owed.to, [owed.receipt])
-            await process.again()
-            with pytest.raises(HostReplaced):
-                await notes.acknowledge(owed.to, [owed.receipt])
+    async with HostProcess() as process, using(process.transport()) as notes:
+        await notes.start(SESSION, ONE, b"", 0)
+        receipt = await notes.complete(SESSION, ONE, RESULT, *LINEAGE)
+        assert receipt is not None
+        await process.kill()
+        async with using(Transport(process.url, "notes", patience_s=0.2)) as hasty:
+            with pytest.raises(HostUnreachable):  # not answering is not gone
+                await hasty.acknowledge(receipt.boot, [owed(receipt)])
+        await process.again()
+        assert not await notes.acknowledge(receipt.boot, [owed(receipt)])
 
 
 # ---------------------------------------------------------------------- who may ask, and whom
@@ -296,8 +352,10 @@ async def test_unknown_versions_fields_and_names_are_refused_before_anything_is_
 
 async def test_another_host_at_the_address_is_not_taken_for_the_right_one() -> None:
     async with host("other") as running, using(Transport(running.url, "notes")) as notes:
-        with pytest.raises(HostReplaced):
+        with pytest.raises(ConfigurationRefused):
             await notes.start(SESSION, ONE, b"", 0)
+        with pytest.raises(ConfigurationRefused):  # and nobody's obligations expire for it
+            await notes.acknowledge("b1", [])
 
 
 async def test_a_host_that_saves_nothing_is_refused() -> None:
@@ -318,3 +376,16 @@ def test_a_ledger_that_is_a_link_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigurationRefused):
         EffectLedger(tmp_path / "link")
     assert not (tmp_path / "elsewhere").exists()
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [("--token-env", "NOT_SET"), ("--session", "gpu:Nothing"), ("--ledger", "/no/such/folder/file")],
+)
+async def test_a_host_that_cannot_start_says_why_in_one_line(option: str, value: str) -> None:
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-m", "gpu.environments.participants.host", option, value), stderr=asyncio.subprocess.PIPE
+    )
+    _, said = await asyncio.wait_for(process.communicate(), 50)
+    assert (process.returncode, len(said.splitlines())) == (2, 1)
+    assert value.encode() in said

@@ -3,20 +3,36 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from pathlib import Path
 
 import pytest
 
+from gpu.environments.agent import Agent
+from gpu.environments.base import Action, CheckpointMode, Environment, Episode, StepResult
 from gpu.environments.participants.client import HttpHost
 from gpu.environments.participants.errors import OutcomeUnknown
 from gpu.environments.participants.protocol import Operation
 from gpu.environments.participants.transport import Transport
-from gpu.environments.resources import Claim, Reply, Standing, opened
+from gpu.environments.resources import Claim, Reply, ResourceHost, Standing, opened
 from gpu.environments.tools import NotContinuable, Sessions, Tools
+from gpu.models.tokenizer import Message
 from storage.errors import ResourceInvalid
 from storage.ledger import Boundary, Export, Requested
-from tests.gpu.participants.hosts import ONE, SESSION, HostProcess, Proxy, Running, effects, host, proxied, request
+from tests.gpu.agents import TOKENIZER, Sink, dispatch, scripted
+from tests.gpu.participants.hosts import (
+    ONE,
+    SESSION,
+    HostProcess,
+    Proxy,
+    Running,
+    effects,
+    host,
+    owed,
+    proxied,
+    request,
+)
 
 
 class Journal:
@@ -134,3 +150,55 @@ async def test_a_call_that_waited_at_the_gate_for_a_dead_attempt_cannot_be_done_
             await old.call(SESSION, ONE, request(1, 1))
         await old.close()
         await new.close()
+
+
+class _Counting(Environment):
+    """Adds one in each of two turns."""
+
+    max_new_tokens, max_turns = 4, 2
+
+    def __init__(self, resource: HttpHost) -> None:
+        self._resource = resource
+
+    @property
+    def resources(self) -> dict[str, ResourceHost]:
+        return {"notes": self._resource}
+
+    def __len__(self) -> int:
+        return 1
+
+    def task(self, index: int) -> bytes:
+        return b"{}"
+
+    def episode(self) -> Episode:
+        return _Counted()
+
+
+class _Counted(Episode):
+    checkpoint_mode = CheckpointMode.STATELESS
+
+    async def reset(self, task: bytes, seed: int) -> list[Message]:
+        return [Message("user", "?")]
+
+    async def step(self, action: Action) -> StepResult:
+        count = await self.tools.call("notes", "add", {"by": 1})
+        return StepResult(count == 2, float(count), [Message("user", "?")])
+
+
+async def test_the_agents_result_stays_with_the_host_until_its_receipt_is_acknowledged(tmp_path: Path) -> None:
+    ledger = tmp_path / "effects"
+    async with host(ledger=ledger) as running:
+        sink, resource = Sink(), HttpHost(running.transport())
+        await Agent(
+            _Counting(resource), TOKENIZER, scripted("a", "b"), sink, seed=1, temperature=1.0,
+            position=lambda ordinal: ordinal, run="run",
+        ).run(dispatch(), [])  # fmt: skip
+        (receipt,) = sink.records[-1][-1]
+        assert (receipt.host, receipt.boot, receipt.session) == ("notes", "b1", "run/g0/0~0")
+        assert (receipt.capture, receipt.call) == ("g0/0~0", "g0/0~0.1")
+        _, (kept,) = await resource.unacknowledged()
+        assert json.loads(kept.content) == {"rollout": "g0/0", "reward": 2.0, "turns": 2}
+        assert await resource.acknowledge("b1", [owed(receipt)])
+        assert (len(effects(ledger)), set(effects(ledger).values())) == (2, {1})
+        assert not running.core.sessions.whole()
+        await resource.close()
