@@ -222,7 +222,7 @@ class ReferenceInvalid(TidegateError, ValueError):
 
 
 class LineageInvalid(TidegateError, ValueError):
-    """Policy versions that are unknown or out of order."""
+    """Policy versions that are unknown or out of order, or model calls that do not follow each other."""
 
     default_code = "lineage"
 

@@ -259,17 +259,20 @@ def read_all(store: Store, run: str, tail: Tail | None = None) -> Iterator[Segme
 
 
 def _from(store: Store, run: str, tail: Tail) -> Iterator[Segment]:
-    if tail.slot < read_low(store, run):
-        for name in history_of(store, run):
-            archive = Archive.of(name)
-            if archive.end <= tail.slot:
-                continue
-            for segment in read_archive(store, run, name, tail.slot):
-                check_follows(segment, tail, RunPaths(run).archive(name))
-                yield segment
-                tail = after(segment)
-            if tail.slot >= read_low(store, run):
+    """What is still in the journal is read there, although an archive may have it too."""
+    low = read_low(store, run)
+    for name in history_of(store, run) if tail.slot < low else ():
+        archive = Archive.of(name)
+        if archive.end <= tail.slot:
+            continue
+        for segment in read_archive(store, run, name, tail.slot):
+            if tail.slot >= low:
                 break
+            check_follows(segment, tail, RunPaths(run).archive(name))
+            yield segment
+            tail = after(segment)
+        if tail.slot >= low:
+            break
     yield from read_journal(store, run, tail)
 
 

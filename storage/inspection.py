@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import base64
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
@@ -12,7 +13,7 @@ from storage import schema
 from storage.filesystem import Store
 from storage.history import read_all
 from storage.journal import fold, fold_segment
-from storage.ledger import Ledger
+from storage.ledger import SEALED, Ledger
 from storage.runs import open_run
 from storage.schema import KIND_OF, Record
 from storage.segment import Row
@@ -34,7 +35,8 @@ def summary(store: Store, run: str) -> dict[str, Any]:
         "finished": ledger.finished, "step": ledger.step, "incarnations": ledger.incarnation,
         "handed_out": ledger.frontier, "consumed": len(ledger.consumed), "discarded": len(ledger.discarded),
         "quarantined": {ordinal: found.reason for ordinal, found in ledger.quarantined.items()},
-        "unsettled": ledger.state_counts(), "open_lease": ledger.lease.lease if ledger.lease else None,
+        "unsettled": ledger.state_counts(), "continuations": _continuations(ledger),
+        "open_lease": ledger.lease.lease if ledger.lease else None,
         "checkpoints": [record.step for record in ledger.checkpoints],
         "kept": [record.step for record in ledger.kept], "retired": [record.step for record in ledger.retired],
         "segments": segments,
@@ -42,6 +44,17 @@ def summary(store: Store, run: str) -> dict[str, Any]:
         "seconds": ended - started, "siblings": info.num_siblings, "staleness": info.staleness,
         "counts": dict(sorted(ledger.counts.items())),
     }  # fmt: skip
+
+
+def _continuations(ledger: Ledger) -> dict[str, int]:
+    """Unfinished rollouts with durable turns; those of them whose model has answered and whose actions are not over;
+    and requests of which nobody knows yet what became of them."""
+    rollouts = [
+        rollout for group in ledger.groups.values() for rollout in group.rollouts if rollout.state is not SEALED
+    ]
+    found = [rollout.boundary for rollout in rollouts if rollout.boundary is not None]
+    opened = sum(request.reply is None for boundary in found for request in boundary.requests)
+    return {"rollouts": len(found), "acting": sum(boundary.pending for boundary in found), "open_requests": opened}
 
 
 def evaluations(store: Store, run: str) -> list[dict[str, Any]]:
@@ -105,10 +118,10 @@ def owed(store: Store, run: str) -> list[dict[str, Any]]:
 
 
 def group_history(store: Store, run: str, ordinal: int) -> list[dict[str, Any]]:
-    """Every record that names a group, in order."""
+    """Every record that names a group, in order. States and replies are shown as text where they are text."""
     open_run(store, run)
     return [
-        {"seq": row.seq, "time": row.time, "kind": KIND_OF[type(row.record)], **msgspec.to_builtins(row.record)}
+        {"seq": row.seq, "time": row.time, "kind": KIND_OF[type(row.record)], **_shown(row.record)}
         for row in _rows(store, run)
         if _names(row.record, ordinal)
     ]
@@ -117,6 +130,18 @@ def group_history(store: Store, run: str, ordinal: int) -> list[dict[str, Any]]:
 def _rows(store: Store, run: str) -> Iterator[Row]:
     for segment in read_all(store, run):
         yield from segment.rows
+
+
+def _shown(record: Record) -> dict[str, Any]:
+    found = msgspec.to_builtins(record, builtin_types=(bytes,))
+    return {name: _text(value) if isinstance(value, bytes) else value for name, value in found.items()}
+
+
+def _text(data: bytes) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return f"base64:{base64.b64encode(data).decode()}"
 
 
 def _names(record: Record, ordinal: int) -> bool:

@@ -103,8 +103,8 @@ def test_the_sequences_met_every_transition_reason_and_refusal() -> None:
 
 
 def noticed() -> bool:
-    """Whether one of a few batches fails: the oracle says so, or the ledger refuses or allows the wrong record."""
-    for number in range(5):
+    """Whether one of some batches fails: the oracle says so, or the ledger refuses or allows the wrong record."""
+    for number in range(10):
         try:
             batch.__wrapped__(number, (Phase.generate,))
         except (AssertionError, LedgerInvalid, pytest.fail.Exception):

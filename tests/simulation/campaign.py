@@ -20,6 +20,11 @@ from tests.simulation.world import play
 PART = {"tiny": 200, "small": 100, "large": 10}
 """Seeds that a process takes at once."""
 
+INSIDE = (
+    "attempts_stopped", "attempts_not_continuable", "rollouts_discarded", "requests_left_behind", "requests_late",
+    "requests_barred_claimed", "requests_barred_missing", "ghosts_acted",
+)  # fmt: skip
+"""What happens to attempts that act."""
 FAULTS = (
     "kills", "managers_stopped", "zombies_refused", "replies_found",
     "claims_raced", "claimants_died", "flushed_during_claim", "delayed_landed", "delayed_refused",
@@ -27,8 +32,7 @@ FAULTS = (
     "reports_repeated", "owners_fenced", "filters_raised", "judged_outside", "recipes_changed", "evaluations_cut",
     "leases_rolled_back", "altered_segment", "altered_payload", "altered_manifest", "altered_shard",
     "altered_snapshot", "altered_history", "delayed_landed_retired",
-    "attempts_stopped", "attempts_not_continuable", "rollouts_discarded", "effects_of_lost_work",
-    "requests_left_behind", "requests_late", "requests_barred_claimed", "requests_barred_missing", "ghosts_acted",
+    "effects_of_lost_work", *INSIDE,
 )  # fmt: skip
 WORK = ("steps", "incarnations", "segments", "consumed", "discarded", "quarantined", "rollouts_sealed",
         "rollouts_reused", "rollouts_regenerated", "rollouts_continued", "steps_redone", "checkpoints",
@@ -36,13 +40,9 @@ WORK = ("steps", "incarnations", "segments", "consumed", "discarded", "quarantin
 NEVER = ("lost", "trained_twice")
 ENOUGH = {"tiny": 50_000, "small": 5000, "large": 300}
 """Worlds after which each kind has certainly happened."""
-TOO_RARE = {
-    "tiny": {"altered_manifest", "altered_shard", "attempts_not_continuable", "requests_late",
-             "requests_barred_claimed", "ghosts_acted"},
-    "small": {"ghosts_acted"},
-}  # fmt: skip
-"""A tiny run ends before a claim follows its first checkpoint, and hardly has a second attempt with its session; the
-larger worlds have these. An attempt of a stopped manager that finds its intent durable all the same is rare in any."""
+TOO_RARE = {"tiny": {"altered_manifest", "altered_shard", *INSIDE}, "small": {"ghosts_acted"}}
+"""A tiny run ends before a claim follows its first checkpoint, and hardly has a second attempt of a rollout; the larger
+worlds have these. An attempt of a stopped manager that finds its intent durable all the same is rare in any."""
 
 
 class Failure(NamedTuple):

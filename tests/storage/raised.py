@@ -13,7 +13,10 @@ ROOMS = ("storage", "gpu", "tasks", "flows")
 CLASSES = {
     name: one for name, one in vars(errors).items() if isinstance(one, type) and issubclass(one, errors.TidegateError)
 }
-HELPERS = {"misfit": ("ReferenceInvalid", 3), "_corrupt": ("ArtifactCorrupt", -1), "illegal": ("IllegalTransition", 4)}
+HELPERS = {
+    "misfit": ("ReferenceInvalid", 3), "_corrupt": ("ArtifactCorrupt", -1), "illegal": ("IllegalTransition", 4),
+    "_out_of_place": ("ContinuationInvalid", 3), "refused": ("ResourceInvalid", 3),
+}  # fmt: skip
 """Functions that make an error of a class, with the code as this argument or by its name."""
 
 
@@ -42,4 +45,4 @@ def _made(call: ast.Call) -> Iterator[tuple[str, str]]:
     for code in stated:
         for choice in (code.body, code.orelse) if isinstance(code, ast.IfExp) else (code,):
             if isinstance(choice, ast.Constant) and isinstance(choice.value, str):
-                yield kind, choice.value
+                yield kind, choice.value or CLASSES[kind].default_code

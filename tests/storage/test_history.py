@@ -313,6 +313,31 @@ def test_a_damaged_archive_among_those_to_merge_holds_up_no_snapshot(
     claim(journal.store, RUN, 1, owner="o", writer="next", reason="resume", clock=VirtualClock())
 
 
+@pytest.mark.parametrize("damage", [flipped, lambda data: data[:100], lambda data: None], ids=["bit", "cut", "gone"])
+def test_a_segment_that_is_still_in_the_journal_is_proven_there_although_an_archive_has_it(
+    damage: Callable[[bytes], bytes | None],
+) -> None:
+    """A merged archive may begin below the lowest slot and end far above it."""
+    journal = Journal(MemoryStore(), every=8)
+    while len(both := slots_in_both(journal)) < 6:
+        journal.go_on(1)
+    for slot in both:
+        assert verify(journal.store, RUN).problems == []
+        key = PATHS.segment(slot)
+        before = journal.store.read(key)
+        alter(journal.store, key, damage)
+        assert verify(journal.store, RUN).problems, slot
+        journal.store.delete([key])
+        journal.store.create(key, before)
+
+
+def slots_in_both(journal: Journal) -> list[int]:
+    """Of an archive with retired slots, those that are not."""
+    low = read_low(journal.store, RUN)
+    found = [Archive.of(name) for name in history_of(journal.store, RUN)]
+    return [slot for one in found if one.first < low for slot in range(low, one.end)]
+
+
 def test_a_claim_that_is_gone_from_its_retired_slot_is_named_by_verify() -> None:
     journal = retired()
     assert read_low(journal.store, RUN) > 0

@@ -14,16 +14,18 @@ from storage.errors import FingerprintMismatch, RestoreNotFresh, TidegateError
 from storage.local import LocalStore
 from storage.runs import RunPaths, check_fingerprints, make_run
 from tests.flows.test_changed_settings import go_on
+from tests.storage import acted
 from tests.storage.raised import CLASSES, ROOT, raised
 from tests.storage.violations import VIOLATIONS, Violation, sound, verifies
 
+ALL = [*VIOLATIONS, *acted.VIOLATIONS]
 FILES = {"payload_file", "block_name", "parts"}
 """Examples that need blocks in files."""
 
 
-@pytest.mark.parametrize("one", VIOLATIONS, ids=[one.name for one in VIOLATIONS])
+@pytest.mark.parametrize("one", ALL, ids=[one.name for one in ALL])
 def test_a_violation_is_named_and_nothing_changes(one: Violation) -> None:
-    store = sound(files=one.what in FILES)
+    store = sound(files=one.what in FILES, acting=one in acted.VIOLATIONS)
     one.edit(store)
     before = dict(store._objects)
     if one.notice is verifies:
@@ -44,6 +46,7 @@ def test_a_violation_is_named_and_nothing_changes(one: Violation) -> None:
 def test_the_sound_runs_have_nothing_of_it() -> None:
     for files in (False, True):
         assert verifies(sound(files=files)) == []
+    assert verifies(sound(acting=True)) == []
 
 
 # ---------------------------------------------------------------------- preflight
@@ -104,10 +107,16 @@ def test_a_journal_without_its_description_is_never_taken_over(tmp_path: Path) -
 # ---------------------------------------------------------------------- nothing is left out
 
 LIVE = "tests/storage/test_validation_live.py::"
+SESSIONS = "tests/gpu/test_session_codes.py::"
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("CheckpointRefused", "checkpoint_refused"):
         "tests/storage/test_retention.py::"
         "test_no_checkpoint_is_recorded_that_rests_on_what_a_stopped_manager_may_be_deleting",
+    ("ContinuationInvalid", "replay"): SESSIONS + "test_a_step_that_makes_other_calls_than_before_is_refused",
+    ("ResourceInvalid", "claimed"): SESSIONS + "test_an_attempt_is_barred_by_a_later_one",
+    ("ResourceInvalid", "missing"): SESSIONS + "test_a_session_that_was_never_started_or_has_ended_is_missing",
+    ("ResourceInvalid", "receipts"): SESSIONS + "test_a_session_keeps_so_many_receipts_and_no_more",
+    ("ResourceInvalid", "uncertain"): SESSIONS + "test_a_session_whose_change_ended_in_the_middle_is_uncertain",
     ("FingerprintMismatch", "fingerprint_dtype"):
         "tests/flows/test_fork.py::test_a_fork_that_cannot_be_is_the_users_mistake",
     ("ForkRefused", "damaged"):
@@ -183,24 +192,25 @@ ELSEWHERE: dict[tuple[str, str], str] = {
 }  # fmt: skip
 """Errors of live processes and of stores: the test that leads to each."""
 NOT_YET = {
-    "ResourceInvalid": "revision, unknown resource, orphan session, receipts: no record exports a resource yet",
-    "AckMismatch": "obligations are owed to hosts of environments, which no record names yet",
+    "AckMismatch": "obligations are owed to hosts of environments that speak HTTP, which no record names yet",
+    "ResourceInvalid: unknown resource, orphan session": "a rollout that used what is not there any more starts over,"
+    " with a record that says so; sessions that nobody knows are the hosts' own",
     "LedgerInvalid: unsafe state": "states of environments are opaque bytes until their format is declared",
     "LineageInvalid: call missing, ambiguous, future capture key": "calls of multi-turn hosts are not captured yet",
-    "ContinuationInvalid: lost, stale, cursor beyond the actions": "action cursors belong to hosts of environments",
+    "ContinuationInvalid: stale": "there is one continuation of a rollout, its last boundary",
 }
-"""Lines of the contract's table that nothing in a store can violate before the issue of environments, and why."""
+"""Lines of the contract's table that nothing in a store can violate, and why."""
 
 
 def test_what_is_not_yet_raised_has_no_class_or_code_either() -> None:
     codes = {code for _, code in raised()}
-    assert not {"ResourceInvalid", "AckMismatch"} & set(CLASSES)
-    assert not {"unsafe_state", "call_missing", "capture_key", "stale", "lost"} & codes
+    assert "AckMismatch" not in CLASSES
+    assert not {"unsafe_state", "call_missing", "capture_key", "stale", "unknown_resource", "orphan_session"} & codes
     assert all(NOT_YET.values())
 
 
 def test_every_code_has_its_example() -> None:
-    shown = {(one.kind, one.code) for one in VIOLATIONS}
+    shown = {(one.kind, one.code) for one in ALL}
     made = raised()
     missing = {f"{kind} {code} ({made[kind, code]})" for kind, code in made.keys() - shown - ELSEWHERE.keys()}
     assert not missing, missing

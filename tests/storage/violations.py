@@ -65,8 +65,8 @@ class Violation:
 
 
 @cache
-def _objects(*, multi_turn: bool, files: bool) -> dict[str, bytes]:
-    shape = replace(PLAIN, files=float(files), checkpoints=1.0)
+def _objects(*, multi_turn: bool, files: bool, acting: bool) -> dict[str, bytes]:
+    shape = replace(PLAIN, files=float(files), checkpoints=1.0, acting=float(acting))
     world = World(3, length=12, multi_turn=multi_turn, limits=limits(), shape=shape)
     world.filter = lambda rewards: ""
     world.run(chaos=0)
@@ -74,10 +74,11 @@ def _objects(*, multi_turn: bool, files: bool) -> dict[str, bytes]:
     return dict(world.store._objects)
 
 
-def sound(*, multi_turn: bool = True, files: bool = False) -> MemoryStore:
-    """A finished run of 12 groups with checkpoints; its blocks travel in the journal, or are `files`."""
+def sound(*, multi_turn: bool = True, files: bool = False, acting: bool = False) -> MemoryStore:
+    """A finished run of 12 groups with checkpoints; its blocks travel in the journal, or are `files`. `acting`: its
+    rollouts act on the model's answers."""
     store = MemoryStore()
-    store._objects = dict(_objects(multi_turn=multi_turn, files=files))
+    store._objects = dict(_objects(multi_turn=multi_turn, files=files, acting=acting))
     return store
 
 
