@@ -171,3 +171,16 @@ def test_an_acknowledgement_of_what_is_not_owed_changes_nothing(
     with pytest.raises(AckMismatch, match=says):
         bench.control.books.record(schema.AckDone("desk", boot, groups, siblings, attempts))
     assert len(bench.control.ledger.obligations) == 2
+
+
+def test_a_run_does_not_end_while_a_host_waits_for_an_acknowledgement() -> None:
+    bench = Bench()
+    sealed(bench)
+    with pytest.raises(AckMismatch, match="2 results that hosts keep are not acknowledged") as refused:
+        bench.control.finish("enough")
+    assert (refused.value.code, bench.control.ledger.finished) == ("owed", "")
+    bench.flush()
+    (batch,) = take(bench)
+    answer(bench, batch, done=True)
+    bench.control.finish("enough")
+    assert bench.control.ledger.finished == "enough"

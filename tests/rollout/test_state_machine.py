@@ -104,7 +104,7 @@ def test_the_sequences_met_every_transition_reason_and_refusal() -> None:
 
 def noticed() -> bool:
     """Whether one of some batches fails: the oracle says so, or the ledger refuses or allows the wrong record."""
-    for number in range(10):
+    for number in range(20):
         try:
             batch.__wrapped__(number, (Phase.generate,))
         except (AssertionError, LedgerInvalid, pytest.fail.Exception):

@@ -107,6 +107,9 @@ def test_a_journal_without_its_description_is_never_taken_over(tmp_path: Path) -
 # ---------------------------------------------------------------------- nothing is left out
 
 LIVE = "tests/storage/test_validation_live.py::"
+PARTICIPANTS = "tests/gpu/participants/"
+CAPABILITIES = PARTICIPANTS + "test_capabilities.py::test_what_cannot_be_saved_as_configured_is_refused"
+CONTROLLER, OVER_HTTP = PARTICIPANTS + "test_controller.py::", PARTICIPANTS + "test_sessions.py::"
 SESSIONS = "tests/gpu/test_session_codes.py::"
 ELSEWHERE: dict[tuple[str, str], str] = {
     ("CheckpointRefused", "checkpoint_refused"):
@@ -148,6 +151,33 @@ ELSEWHERE: dict[tuple[str, str], str] = {
         "tests/gpu/test_server.py::test_a_failure_of_the_engine_reaches_every_call_with_its_cause",
     ("HoldRefused", "expired"):
         "tests/rollout/test_waits.py::test_a_hold_that_expires_aborts_its_activation_before_admission_reopens",
+    ("AckMismatch", "acknowledgement"):
+        "tests/rollout/test_acknowledging.py::test_an_acknowledgement_of_what_is_not_owed_changes_nothing",
+    ("AckMismatch", "capture"):
+        "tests/rollout/test_acknowledging.py::test_a_receipt_that_does_not_fit_its_rollout_is_refused_with_the_seal",
+    ("AckMismatch", "owed"):
+        "tests/rollout/test_acknowledging.py::test_a_run_does_not_end_while_a_host_waits_for_an_acknowledgement",
+    ("ConfigurationRefused", "agent_mode"): CAPABILITIES,
+    ("ConfigurationRefused", "duplicate"): CAPABILITIES,
+    ("ConfigurationRefused", "feature"): CAPABILITIES,
+    ("ConfigurationRefused", "host"): "tests/flows/test_hosts.py::test_a_process_that_is_owed_nothing_is_refused",
+    ("ConfigurationRefused", "host_name"):
+        OVER_HTTP + "test_another_host_at_the_address_is_not_taken_for_the_right_one",
+    ("ConfigurationRefused", "mode"): OVER_HTTP + "test_a_host_that_saves_nothing_is_refused",
+    ("DeadlineExceeded", "deadline"):
+        CONTROLLER + "test_a_hung_request_fails_one_prepare_and_the_next_checkpoint_succeeds",
+    ("DeadlineExceeded", "deadline_far"):
+        "tests/gpu/participants/test_protocol.py::test_a_deadline_that_is_past_or_too_far_is_refused",
+    ("DeadlineExceeded", "deadline_past"):
+        "tests/gpu/participants/test_protocol.py::test_a_deadline_that_is_past_or_too_far_is_refused",
+    ("FingerprintMismatch", "participant"):
+        CONTROLLER + "test_an_altered_checkpoint_is_detected_before_any_host_is_asked",
+    ("FingerprintMismatch", "participant_set"):
+        CONTROLLER + "test_an_altered_checkpoint_is_detected_before_any_host_is_asked",
+    ("FingerprintMismatch", "topology"):
+        "tests/gpu/participants/test_capabilities.py::test_a_restore_onto_other_participants_is_refused",
+    ("ResourceInvalid", "unanswered"):
+        "tests/gpu/test_tool_environments.py::test_without_an_answer_in_time_nobody_knows_and_nothing_is_sent_again",
     ("HoldRefused", "hold"):
         "tests/rollout/test_control.py::test_a_hold_whose_owner_is_silent_expires_and_effects_under_it_are_refused",
     ("HoldRefused", "lease_open"): "tests/rollout/test_control.py::test_a_checkpoint_needs_a_hold_and_no_open_lease",
@@ -192,11 +222,11 @@ ELSEWHERE: dict[tuple[str, str], str] = {
 }  # fmt: skip
 """Errors of live processes and of stores: the test that leads to each."""
 NOT_YET = {
-    "AckMismatch": "obligations are owed to hosts of environments that speak HTTP, which no record names yet",
     "ResourceInvalid: unknown resource, orphan session": "a rollout that used what is not there any more starts over,"
     " with a record that says so; sessions that nobody knows are the hosts' own",
     "LedgerInvalid: unsafe state": "states of environments are opaque bytes until their format is declared",
-    "LineageInvalid: call missing, ambiguous, future capture key": "calls of multi-turn hosts are not captured yet",
+    "LineageInvalid: call missing, ambiguous": "a boundary's call is the row that it names; if that is missing,"
+    " ReferenceInvalid says so",
     "ContinuationInvalid: stale": "there is one continuation of a rollout, its last boundary",
 }
 """Lines of the contract's table that nothing in a store can violate, and why."""
@@ -204,8 +234,7 @@ NOT_YET = {
 
 def test_what_is_not_yet_raised_has_no_class_or_code_either() -> None:
     codes = {code for _, code in raised()}
-    assert "AckMismatch" not in CLASSES
-    assert not {"unsafe_state", "call_missing", "capture_key", "stale", "unknown_resource", "orphan_session"} & codes
+    assert not {"unsafe_state", "call_missing", "stale", "unknown_resource", "orphan_session"} & codes
     assert all(NOT_YET.values())
 
 

@@ -47,7 +47,7 @@ def check_manifest(manifest: Manifest, checkpoint: str, component: str, name: st
     """Raises `ArtifactCorrupt` for an altered one, one of another checkpoint, or sessions that repeat, and
     `FingerprintMismatch` for one of another participant."""
     if manifest_digest(manifest) != manifest.digest:
-        raise _corrupt(f"the manifest of {name}", manifest.digest or "no digest", manifest_digest(manifest))
+        raise _altered(f"the manifest of {name}", manifest.digest or "no digest", manifest_digest(manifest))
     if (manifest.component, manifest.name) != (component, name):
         raise FingerprintMismatch(
             f"a manifest of {manifest.component} {manifest.name}",
@@ -56,17 +56,17 @@ def check_manifest(manifest: Manifest, checkpoint: str, component: str, name: st
             code="participant",
         )
     if manifest.checkpoint != checkpoint:
-        raise _corrupt(f"the manifest of {name}", f"checkpoint {manifest.checkpoint}", checkpoint, "mixed_cut")
+        raise _altered(f"the manifest of {name}", f"checkpoint {manifest.checkpoint}", checkpoint, "mixed_cut")
     sessions = [one.session for one in manifest.entries]
     if sorted(set(sessions)) != sessions:
-        raise _corrupt(f"the manifest of {name}", "sessions that repeat or are out of order", "each once, in order")
+        raise _altered(f"the manifest of {name}", "sessions that repeat or are out of order", "each once, in order")
 
 
 def check_export(stated: Entry, data: bytes) -> None:
     """Raises `ArtifactCorrupt`."""
     found = entry(stated.session, stated.revision, data)
     if found != stated:
-        raise _corrupt(
+        raise _altered(
             f"the export of session {stated.session}",
             f"{found.size} bytes with sha256 {found.digest[:12]}",
             f"{stated.size} bytes with sha256 {stated.digest[:12]}",
@@ -85,7 +85,7 @@ def check_participants(manifests: Sequence[Manifest], expected: Mapping[str, str
         )
 
 
-def _corrupt(what: str, found: str, expected: str, code: str = "") -> ArtifactCorrupt:
+def _altered(what: str, found: str, expected: str, code: str = "") -> ArtifactCorrupt:
     return ArtifactCorrupt(
         f"{what} has {found}", expected=expected, action="use another checkpoint; this one was altered", code=code
     )

@@ -30,7 +30,7 @@ from tests.rollout.machine.world import TALLY
 
 WEIGHTS = {
     "wait": 3, "take": 8, "seal": 10, "turn": 4, "act": 16, "fail": 4, "lose_a_worker": 3, "come_late": 3,
-    "break_a_rule": 1, "act_wrongly": 4, "seal_with_an_open_request": 1, "discard_wrongly": 1,
+    "break_a_rule": 1, "act_wrongly": 4, "seal_with_an_open_request": 1, "discard_wrongly": 2,
     "acknowledge": 4, "end_plain": 4, "begin_judging": 4, "judge": 5, "evaluate": 2,
     "flush": 8, "freeze": 2, "land": 2, "crash": 1, "lower_the_bound": 1,
     "lease": 6, "commit": 8, "roll_back": 2, "commit_again": 1, "settle_what_is_not_open": 1, "redo": 1,
