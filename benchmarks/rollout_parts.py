@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import os
 from collections.abc import Awaitable
 from pathlib import Path
@@ -68,7 +69,9 @@ def make_limits(siblings: int, batch: int, submission: Submission) -> Limits:
 
 
 def make_manager(store: Store, limits: Limits) -> RolloutManager:
-    """A new run and its manager, with engines that need no time. Start it on a running loop."""
+    """A new run and its manager, with engines that need no time. Start it on a running loop. Its checkpoints are
+    records only: that there is nothing to delete of them is said once for each."""
+    logging.getLogger("gpu.rollout.retaining").setLevel(logging.ERROR)
     info = make_run(run=RUN, created=0.0, num_siblings=limits.num_siblings, staleness=limits.staleness,
                     fingerprints={}, settings={})  # fmt: skip
     create_run(store, info)
