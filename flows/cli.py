@@ -11,6 +11,7 @@
     tidegate gc      RUN [--dry-run] [--pins]                       delete what crashes left and no record mentions
     tidegate quarantine list RUN                                    groups that spent their attempts, and why
     tidegate quarantine release RUN GROUP...                        give them another budget
+    tidegate discard RUN GROUP/SIBLING... --reason WHY               unfinished rollouts give up their turns
     tidegate hosts list RUN                                         hosts that wait for acknowledgements
     tidegate hosts gone RUN HOST BOOT                               one of their processes will never come back
 
@@ -38,6 +39,7 @@ from flows import settings
 from flows.changes import load_config, settings_of
 from flows.config import RunConfig
 from flows.diff import add_diff
+from flows.discard import add_discard
 from flows.fork import add_fork
 from flows.gc import add_gc
 from flows.hosts import add_hosts
@@ -97,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
     add_gc(commands)
     add_quarantine(commands)
     add_hosts(commands)
+    add_discard(commands)
     return parser
 
 

@@ -21,6 +21,14 @@ class PeopleCalls(ManagerParts):
         self.callers.alive()
         await self._durable(self.control.release_quarantined(ordinals), "the release")
 
+    async def discard_continuations(self, rollouts: list[tuple[int, int]], reason: str) -> int:
+        """Unfinished rollouts start over; returns how many had durable turns, when that is durable. Raises
+        `ContinuationInvalid`, having discarded none."""
+        self.callers.alive()
+        count = self.control.results.discard_continuations(rollouts, reason)
+        await self._durable(self.control.books.journal.last_seq, "the discarded turns")
+        return count
+
     async def host_gone(self, host: str, boot: str, reason: str) -> None:
         """A person says that this process of a host is gone for good: what is owed to it expires. Raises
         `AckMismatch` when nothing is."""

@@ -22,8 +22,8 @@ from gpu.rollout.messages import Accepted, Ended, Identity, Outcome, Report
 from gpu.rollout.progress import Applied, apply_progress, first_version, version_problem
 from gpu.rollout.scheduler import Scheduler, spent
 from storage import schema
-from storage.errors import TwoOwners
-from storage.ledger import GENERATING, LIVE, RESERVED, UNKNOWN_VERSION, Boundary, Group, Rollout, next_samples
+from storage.errors import ContinuationInvalid, TwoOwners
+from storage.ledger import GENERATING, LIVE, RESERVED, SEALED, UNKNOWN_VERSION, Boundary, Group, Rollout, next_samples
 from storage.rollout_transitions import SIBLING_ENDED
 
 _SEALED = Outcome.SEALED
@@ -287,6 +287,32 @@ class Results:
                 schema.ContinuationDiscarded((identity.group,), (identity.sibling,), detail[:300] or outcome.value)
             )
         self._retry(group, identity.sibling, outcome)
+
+    def discard_continuations(self, rollouts: Sequence[tuple[int, int]], reason: str) -> int:
+        """Give up the durable turns of unfinished rollouts (group, sibling), live or waiting: they start over. Those
+        without any are left alone, so that it may be repeated; returns how many had some. All or none: raises
+        `ContinuationInvalid` for one that is not unfinished."""
+        groups, wanted = self._books.ledger.groups, list(dict.fromkeys(rollouts))
+        strangers = [f"{g}/{s}" for g, s in wanted if g not in groups or not 0 <= s < len(groups[g].rollouts)
+                     or groups[g].rollouts[s].state is SEALED]  # fmt: skip
+        if strangers or not wanted:
+            raise ContinuationInvalid(
+                f"rollouts {', '.join(strangers[:10]) or 'none'}",
+                expected="unfinished rollouts",
+                action="look at `tidegate inspect RUN --group N`",
+                code="not_unfinished",
+            )
+        found = [(g, s) for g, s in wanted if groups[g].rollouts[s].boundary is not None]
+        for ordinal, sibling in found:
+            rollout = groups[ordinal].rollouts[sibling]
+            if rollout.state is LIVE:
+                identity = Identity(ordinal, sibling, rollout.attempt, rollout.incarnation)
+                self.abandon(identity, Outcome.NOT_CONTINUABLE, reason)
+        waiting = [(g, s) for g, s in found if g in groups and groups[g].rollouts[s].boundary is not None]
+        if waiting:
+            ordinals, siblings = zip(*waiting, strict=True)
+            self._books.record(schema.ContinuationDiscarded(ordinals, siblings, reason[:300]))
+        return len(found)
 
     def _retry(self, group: Group, sibling: int, outcome: Outcome) -> None:
         rollout = group.rollouts[sibling]

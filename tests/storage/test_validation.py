@@ -163,6 +163,10 @@ ELSEWHERE: dict[tuple[str, str], str] = {
     ("ConfigurationRefused", "host"): "tests/flows/test_hosts.py::test_a_process_that_is_owed_nothing_is_refused",
     ("ConfigurationRefused", "host_name"):
         OVER_HTTP + "test_another_host_at_the_address_is_not_taken_for_the_right_one",
+    ("ConfigurationRefused", "manager"):
+        "tests/rollout/test_discarding.py::test_a_run_that_nobody_drives_is_refused",
+    ("ContinuationInvalid", "not_unfinished"):
+        "tests/rollout/test_discarding.py::test_of_rollouts_one_of_which_is_finished_none_is_discarded",
     ("ConfigurationRefused", "mode"): OVER_HTTP + "test_a_host_that_saves_nothing_is_refused",
     ("DeadlineExceeded", "deadline"):
         CONTROLLER + "test_a_hung_request_fails_one_prepare_and_the_next_checkpoint_succeeds",
