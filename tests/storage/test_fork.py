@@ -38,7 +38,7 @@ from tests.storage.forking import NEW, description, fork, objects, refused
 @pytest.fixture(scope="module")
 def large() -> list[World]:
     """Runs with everything in them: kills, evaluations, quarantine, several turns."""
-    return [play(seed, replace(SHAPES["large"], checkpoints=0.5))[0] for seed in range(10)]
+    return [play(seed, replace(SHAPES["large"], checkpoints=0.5))[0] for seed in range(10, 20)]
 
 
 def commits(store: MemoryStore) -> dict[int, tuple[int, schema.StepCommitted]]:
