@@ -8,7 +8,7 @@ output sample. What the loop raises ends the attempt; it never becomes a reward.
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -126,53 +126,70 @@ class Agent:
     async def run(self, dispatch: Dispatch, before: Sequence[TurnRow]) -> None:
         """One attempt. `before` are the rows of the continuation, empty from scratch. Raises `ReferenceInvalid` when
         the turns do not make samples (nothing of the last turn is then reported), and `NotContinuable`."""
+        going = await self._begin(dispatch, before)
+        for turn in range(going.first, self._environment.max_turns):
+            call, stopped = await self._answer(going, turn)
+            result, turned, revisions, exports = await self._step(going, call, stopped)
+            if result.done:
+                await self._finish(going, turned, result)
+                return
+            going.place = self._next(going.place, call, result, stopped)
+            await going.progress.turn(turned, _state(going.episode, going.place), revisions, exports)
+        raise ContinuationInvalid(
+            f"rollout {dispatch.identity} is not done after {self._environment.max_turns} turns",
+            expected="an end by then",
+            action="let the environment end its episodes within max_turns",
+        )
+
+    async def _begin(self, dispatch: Dispatch, before: Sequence[TurnRow]) -> _Going:
+        """The episode at its beginning, or where the continuation left it."""
         identity = dispatch.identity
         ordinal = identity.group if dispatch.plain is None else dispatch.plain.index
         at = dispatch.continuation.at if dispatch.continuation is not None else None
         seed = rollout_seed(self._seed, ordinal, identity.sibling, 0)
-        task = self._environment.task(self._position(ordinal))
+        task, episode = self._environment.task(self._position(ordinal)), self._environment.episode()
         progress = _Progress(self._sink, dispatch)
-        episode = self._environment.episode()
+        progress.hold_back = episode.checkpoint_mode is CheckpointMode.RESTART_ONLY
         episode.tools = tools = self._tools(dispatch, task, seed, progress)
         opening = await episode.reset(task, seed)
         await tools.begin(at)
         _restore(episode, at)
-        progress.hold_back = episode.checkpoint_mode is CheckpointMode.RESTART_ONLY
-        place = (
-            _place(before, at)
-            if before and (at is None or at.state)
-            else _Place(0, [], self._tokenizer.prompt(opening))
-        )
-        rows = list(before)
+        place = _Place(0, [], self._tokenizer.prompt(opening)) if at is None or not at.state else _place(before, at)
         pending = at if at is not None and at.pending else None
-        for turn in range(pending.turn if pending else at.turn + 1 if at else 0, self._environment.max_turns):
-            if pending is not None:
-                call, stopped = rows[-1], int(rows[-1].tokens[-1]) in self._tokenizer.stop_ids
-            else:
-                generated = await self._turn(identity, ordinal, turn, place.context + place.fresh)
-                call, stopped = _call(identity, turn, place, generated), generated.finish is Finish.STOP
-                rows.append(call)
-            progress.call = call
-            tools.turn_begins(pending)
-            result = await episode.step(Action(self._tokenizer.decode(call.tokens[call.mask == 1].tolist()), stopped))
-            acted, revisions, exports = await tools.turn_ended(last=result.done)
-            turned = _turned(identity, call, result, answered=acted)
-            rows[-1:] = [row for row in (call if acted else None, turned.row) if row is not None]
-            pending = None
-            if result.done:
-                assemble_slot(rows, identity.group, identity.sibling)
-                progress.end(turned, await self._complete(dispatch, tools, call, result))
-                if tools.used:
-                    await self._sink.settled(dispatch)  # until then another attempt may have to go on with them
-                    await tools.end()
-                return
-            place = self._next(place, call, result, stopped)
-            await progress.turn(turned, _state(episode, place), revisions, exports)
-        raise ContinuationInvalid(
-            f"rollout {identity} is not done after {self._environment.max_turns} turns",
-            expected="an end by then",
-            action="let the environment end its episodes within max_turns",
-        )
+        first = 0 if at is None else at.turn + (not at.pending)
+        return _Going(dispatch, ordinal, episode, tools, progress, place, list(before), first, pending)
+
+    async def _answer(self, going: _Going, turn: int) -> tuple[TurnRow, bool]:
+        """The policy's answer in this turn, generated now or before a crash, and whether it ended it itself."""
+        if going.pending is not None:
+            call = going.rows[-1]
+            return call, int(call.tokens[-1]) in self._tokenizer.stop_ids
+        identity, place = going.dispatch.identity, going.place
+        generated = await self._turn(identity, going.ordinal, turn, place.context + place.fresh)
+        going.rows.append(_call(identity, turn, place, generated))
+        return going.rows[-1], generated.finish is Finish.STOP
+
+    async def _step(
+        self, going: _Going, call: TurnRow, stopped: bool
+    ) -> tuple[StepResult, Turned, dict[str, int], list[Exported]]:
+        """What the environment makes of an answer, with the revisions and exports after it."""
+        going.progress.call = call
+        going.tools.turn_begins(going.pending)
+        said = self._tokenizer.decode(call.tokens[call.mask == 1].tolist())
+        result = await going.episode.step(Action(said, stopped))
+        acted, revisions, exports = await going.tools.turn_ended(last=result.done)
+        turned = _turned(going.dispatch.identity, call, result, answered=acted)
+        going.rows[-1:] = [row for row in (call if acted else None, turned.row) if row is not None]
+        going.pending = None
+        return result, turned, revisions, exports
+
+    async def _finish(self, going: _Going, turned: Turned, result: StepResult) -> None:
+        dispatch = going.dispatch
+        assemble_slot(going.rows, dispatch.identity.group, dispatch.identity.sibling)
+        going.progress.end(turned, await self._complete(dispatch, going.tools, turned.call, result))
+        if going.tools.used:
+            await self._sink.settled(dispatch)  # until then another attempt may have to go on with them
+            await going.tools.end()
 
     def _tools(self, dispatch: Dispatch, task: bytes, seed: int, progress: _Progress) -> Tools:
         one = dispatch.identity
@@ -208,6 +225,22 @@ class Agent:
             raise GenerationAborted(f"request {generated.id} ended after {len(generated.tokens)} tokens")
         check_spans(generated.spans, len(generated.tokens), f"rollout {identity}")
         return generated
+
+
+@dataclass(slots=True)
+class _Going:
+    """An attempt under way. `rows` are all of the rollout so far; the turn `first` is the next one; `pending` is the
+    boundary whose answer is acted on again."""
+
+    dispatch: Dispatch
+    ordinal: int
+    episode: Episode
+    tools: Tools
+    progress: _Progress
+    place: _Place
+    rows: list[TurnRow]
+    first: int
+    pending: Boundary | None
 
 
 class _Held(NamedTuple):
@@ -272,9 +305,8 @@ def _restore(episode: Episode, at: Boundary | None) -> None:
         episode.restore_state(msgspec.msgpack.decode(at.state, type=AgentState).environment)
 
 
-def _place(before: Sequence[TurnRow], at: Boundary | None) -> _Place:
+def _place(before: Sequence[TurnRow], at: Boundary) -> _Place:
     """Where the turn after the last finished one stands."""
-    assert at is not None, "only a continuation has turns before it"
     state = msgspec.msgpack.decode(at.state, type=AgentState)
     done = [row for row in before if row.turn < at.turn] if at.pending else before
     last = done[-1].sample

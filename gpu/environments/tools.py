@@ -8,11 +8,12 @@ reply never came is asked for by its id. A step must therefore make the same cal
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
-from msgspec.structs import replace
+import msgspec.structs
 
 from gpu.environments.base import CheckpointMode
 from gpu.environments.resources import (
@@ -91,6 +92,7 @@ class Tools:
         """Revisions as the boundaries have them."""
         self._exported: dict[str, int] = {}
         self._kept: set[str] = set()
+        self._one = asyncio.Lock()
         self._open = False
         self._cursor = 0
         self._boundary: int | None = None
@@ -100,7 +102,8 @@ class Tools:
     # ------------------------------------------------------------------ for episodes
 
     async def call(self, resource: str, operation: str, arguments: Mapping[str, Any] | None = None) -> Any:
-        """Change something, once; returns what the resource says. Raises `ToolError` when it refuses."""
+        """Change something, once; returns what the resource says. Raises `ToolError` when it refuses. Calls at the same
+        time are made one after another, in the order in which they were begun."""
         return opened((await self._request(resource, operation, canonical(arguments or {}), reads=False)).content)
 
     async def read(self, resource: str, operation: str, arguments: Mapping[str, Any] | None = None) -> Any:
@@ -115,9 +118,7 @@ class Tools:
             for root in range(self._claim.attempt):
                 for host in self._hosts.values():
                     if host.survives:  # an attempt that went down with its worker may have left sessions
-                        await host.end(
-                            Sessions(self._sessions.run, self._sessions.group, self._sessions.sibling, root).name
-                        )
+                        await host.end(replace(self._sessions, root=root).name)
             return
         if at.revisions is None:
             raise _lost("it is not known which resources it depends on")
@@ -150,7 +151,7 @@ class Tools:
             host = self._hosts[resource]
             receipt = await host.complete(self._sessions.name, self._claim, content, capture, f"{capture}.{turn}")
             if receipt is not None:
-                found.append(replace(receipt, host=resource))
+                found.append(msgspec.structs.replace(receipt, host=resource))
         self._kept = {receipt.host for receipt in found}
         return tuple(found)
 
@@ -167,6 +168,10 @@ class Tools:
     # ------------------------------------------------------------------ one request
 
     async def _request(self, resource: str, operation: str, arguments: bytes, *, reads: bool) -> Reply:
+        async with self._one:
+            return await self._one_request(resource, operation, arguments, reads=reads)
+
+    async def _one_request(self, resource: str, operation: str, arguments: bytes, *, reads: bool) -> Reply:
         if not self._open:
             raise RuntimeError("resources are called in `Episode.step` only: `reset` is repeated after a crash")
         host = self._hosts.get(resource)

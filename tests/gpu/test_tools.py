@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -276,3 +277,35 @@ async def test_resources_are_called_in_a_step_only() -> None:
     one = OneRollout(lambda: Eager(SessionHost(lambda task, seed: Notes([]))), by_turn("1"))
     with pytest.raises(RuntimeError, match="only"):
         await one.attempt()
+
+
+class Hasty(Adding):
+    """Its step begins all its calls at once."""
+
+    def episode(self) -> Episode:
+        return _Hasty()
+
+
+class _Hasty(_Adding):
+    async def step(self, action: Action) -> StepResult:
+        calls = [self.tools.call("notes", "add", {"number": int(digit)}) for digit in action.text if digit.isdigit()]
+        totals = await asyncio.gather(*calls)
+        done = action.text.endswith("!")
+        return StepResult(done, float(totals[-1]) if done else 0.0, messages=[Message("user", f"{totals};")])
+
+
+async def test_calls_that_are_begun_at_once_are_made_one_after_another_also_after_a_crash() -> None:
+    world: list[str] = []
+    host = Lasting(lambda task, seed: Notes(world))
+    whole = OneRollout(lambda: Hasty(host), by_turn("123", "45!"))
+    assert await whole.attempt()
+    assert world == ["1", "2", "3", "4", "5"]
+    for at in range(whole.reported):
+        effects: list[str] = []
+        mine = Lasting(lambda task, seed, effects=effects: Notes(effects))
+        one = OneRollout(lambda mine=mine: Hasty(mine), by_turn("123", "45!"))
+        one.dies_before = at
+        assert not await one.attempt()
+        await one.until_sealed()
+        one.check()
+        assert (one.content(), effects) == (whole.content(), world), at
