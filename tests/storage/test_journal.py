@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 
+import msgspec
 import pyarrow as pa
 import pytest
 
@@ -101,7 +102,7 @@ def test_unknown_schema_fields_kinds_and_columns_are_refused_by_name(
     elif what == "kind":
         monkeypatch.setitem(module.KIND_OF, schema.RunClaimed, "run_teleported")
     else:
-        plain = schema.msgspec.json.encode
+        plain = msgspec.json.encode
 
         def moody(record: object) -> bytes:
             text = plain(record)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
+import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -30,7 +31,7 @@ def seal(group: int = 0, siblings: tuple[int, ...] = (0, 1), attempt: int = 0, *
     n = len(siblings)
     made = schema.Sealed("b", (group,) * n, siblings, (attempt,) * n, tuple(range(n)), (1,) * n, (1,) * n,
                          (0,) * n, (1.0,) * n)  # fmt: skip
-    return schema.msgspec.structs.replace(made, **changes)
+    return msgspec.structs.replace(made, **changes)
 
 
 DISPATCH = schema.GroupsDispatched(0, 2, 2, 0)
@@ -47,7 +48,7 @@ SERVED = [*COMMITTED, schema.PolicyPublished(1, 1, "w1", "w0")]
 
 def done(suite: str = "a", **changes: object) -> Record:
     made = schema.EvaluationDone(suite, 1, "w1", False, 1, 1, 2, 4, 1, {"reward_mean": 0.5})
-    return schema.msgspec.structs.replace(made, **changes)
+    return msgspec.structs.replace(made, **changes)
 
 
 DISCARDED = [*COMMITTED, schema.GroupDiscarded((1,), "x")]
