@@ -26,7 +26,7 @@ from gpu.rollout.evaluation import Suite
 from gpu.rollout.evaluation_calls import EvaluationCalls
 from gpu.rollout.group_work import judge_groups
 from gpu.rollout.limits import Limits
-from gpu.rollout.messages import Accepted, Acked, Caller, Grant, Hold, Report, Wait, Work
+from gpu.rollout.messages import Caller, Grant, Hold, Wait
 from gpu.rollout.operations import Operations
 from gpu.rollout.pausing import Pausing
 from gpu.rollout.people_calls import PeopleCalls
@@ -36,8 +36,9 @@ from gpu.rollout.signal import Signal, wait_event
 from gpu.rollout.topology import NO_RESOURCES, Topology
 from gpu.rollout.waits import Waits
 from gpu.rollout.watchdog import Watchdog
+from gpu.rollout.worker_calls import WorkerCalls
 from storage.clock import Clock
-from storage.errors import ActorLost, DeadlineExceeded, RunFenced
+from storage.errors import ActorLost, DeadlineExceeded
 from storage.filesystem import Store
 from storage.journal import JournalWriter, claim
 from storage.ledger import UNDECLARED, Ledger, Policy, Recipe
@@ -59,7 +60,7 @@ class ManagerSettings:
     retention: Retention
 
 
-class RolloutManager(EvaluationCalls, PeopleCalls):
+class RolloutManager(WorkerCalls, EvaluationCalls, PeopleCalls):
     """Made by `open_manager`; `start` it on a running loop. Before that `engines` may be replaced, and `archive` set:
     without it nobody writes ledger snapshots."""
 
@@ -145,71 +146,6 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
                 action="repair the store; the call can be repeated",
                 code="commit",
             ) from error
-        self.changed.notify()
-
-    # ------------------------------------------------------------------ workers
-
-    async def take(self, incarnation: int, worker: str, limit: int, timeout: float) -> Work:
-        """Up to `limit` attempts; waits up to `timeout` seconds for the first."""
-        deadline = self._clock.monotonic() + timeout
-        while True:
-            event = self.changed.current()
-            self.callers.check(Caller(incarnation))
-            if worker in self._lost_workers:
-                raise RunFenced(
-                    f"worker {worker} was given up",
-                    expected="a living worker",
-                    action="stop; another one has its attempts",
-                )
-            taken = self.control.take(worker, limit) if self.engines.names else []
-            acks = self.control.results.acknowledging.take()
-            left = deadline - self._clock.monotonic()
-            if taken or acks or left <= 0:
-                self.committer.appended()
-                return Work(taken, self.engines.names, acks)
-            await wait_event(event, left)
-
-    async def report(self, incarnation: int, report: Report) -> Accepted:
-        """Finished turns and ended attempts. Returns before they are durable; groups enter the buffer when they are."""
-        self.callers.check(Caller(incarnation))
-        accepted = self.control.report(report)
-        self.committer.appended()
-        self.changed.notify()
-        return accepted
-
-    async def _acknowledged(self) -> None:
-        """Until no host waits for an acknowledgement."""
-        while owed := self.control.results.acknowledging.owed:
-            event = self.changed.current()
-            self.waits.note("driver", Wait(f"{owed} results to be acknowledged", "hosts", "acknowledgement"))
-            await wait_event(event, 1.0)
-        self.waits.note("driver", None)
-
-    async def acknowledged(self, incarnation: int, acked: Acked) -> None:
-        """A worker delivered acknowledgements to a host, or could not."""
-        self.callers.check(Caller(incarnation))
-        self.control.results.acknowledging.answer(acked)
-        self.committer.appended()
-        self.changed.notify()
-
-    async def settled(self, incarnation: int, seq: int) -> None:
-        """Returns when record `seq` is durable: what a worker waits for before it changes anything outside. Raises
-        `DeadlineExceeded`; the call may be repeated."""
-        self.callers.check(Caller(incarnation))
-        await self._durable(seq, "the intent of a request")
-
-    def lose_worker(self, worker: str) -> int:
-        """A worker process is gone; returns how many attempts it had. A call of it that still waits gets nothing: work
-        handed to a dead worker would be nobody's."""
-        self._lost_workers.add(worker)
-        lost = self.control.lose_worker(worker)
-        self.committer.appended()
-        self.changed.notify()
-        return lost
-
-    def serve(self, number: int | None) -> None:
-        """Every serving engine has confirmed version `number` (None: none serves)."""
-        self.control.serve(number)
         self.changed.notify()
 
     # ------------------------------------------------------------------ driver: batches
@@ -378,6 +314,14 @@ class RolloutManager(EvaluationCalls, PeopleCalls):
         """What a publication that begins now may refer to."""
         await self.retaining.begin(caller)
         return self.control.ledger.checkpoints[-1] if self.control.ledger.checkpoints else None
+
+    async def _acknowledged(self) -> None:
+        """Until no host waits for an acknowledgement."""
+        while owed := self.control.results.acknowledging.owed:
+            event = self.changed.current()
+            self.waits.note("driver", Wait(f"{owed} results to be acknowledged", "hosts", "acknowledgement"))
+            await wait_event(event, 1.0)
+        self.waits.note("driver", None)
 
     async def finish(self, caller: Caller, reason: str) -> None:
         """Settle what is left, close for good. May be repeated."""

@@ -29,6 +29,8 @@ class ManagerParts:
     archiving: Archiving
     retaining: Retaining
     _clock: Clock
+    _lost_workers: set[str]
+    """Whose calls, if any still wait, get nothing."""
 
     async def _durable(self, seq: int, what: str) -> None:
         raise NotImplementedError
