@@ -286,7 +286,7 @@ class RolloutWorker:
                 await event.wait()
                 await asyncio.sleep(LINGER_S)
                 continue
-            batch, self._out = self._out[:MAX_REPORT], self._out[MAX_REPORT:]
+            batch = self._batch()
             waiting = {one.identity: one.durable for one in batch if isinstance(one, _Wait)}
             said = [one for one in batch if isinstance(one, _Out)]
             if said:
@@ -298,6 +298,14 @@ class RolloutWorker:
                     _tell(waiting.pop(identity, None), AttemptOver())
             if waiting:
                 self._beside(self._settle(self._seq, list(waiting.values())))
+
+    def _batch(self) -> list[_Out | _Wait]:
+        """What goes into the next report. An export is of the turn that follows it, and neither counts alone."""
+        count = min(MAX_REPORT, len(self._out))
+        while isinstance(last := self._out[count - 1], _Out) and isinstance(last.entry, Exported):
+            count += 1
+        batch, self._out = self._out[:count], self._out[count:]
+        return batch
 
     def _beside(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
