@@ -277,8 +277,24 @@ def _from(store: Store, run: str, tail: Tail) -> Iterator[Segment]:
 
 
 def archived_rows(store: Store, run: str, slot: int) -> dict[int, list[Row]]:
-    """By slot, the rows with bytes in the archive that holds `slot`; empty when none does."""
-    for name in history_of(store, run):
+    """By slot, the rows with bytes in the archive that holds `slot`, which is retired; empty when none does. What is
+    retired or merged meanwhile is looked up again. Raises `ArtifactCorrupt`, `SchemaUnsupported`."""
+    tried: tuple[int, list[str]] | None = None
+    while True:
+        low, names = read_low(store, run), history_of(store, run)
+        try:
+            found = _rows_of_archive(store, run, slot, names)
+        except ArtifactCorrupt as error:
+            if error.code != "missing" or tried == (low, names):
+                raise
+            found = {}
+        if found or tried == (low, names):
+            return found
+        tried = low, names
+
+
+def _rows_of_archive(store: Store, run: str, slot: int, names: Sequence[str]) -> dict[int, list[Row]]:
+    for name in names:
         archive = Archive.of(name)
         if archive.first <= slot < archive.end:
             return {

@@ -17,7 +17,7 @@ from storage.errors import TidegateError
 from storage.verify import Report
 from tests.composition import ledgered
 from tests.composition.ledgered import TURNS, written
-from tests.composition.rig import GPU, Rig
+from tests.composition.rig import GPU, Rig, until
 
 pytestmark = [*GPU]
 MOMENTS = max(5, int(os.environ.get("TIDEGATE_TURNS", "0")))
@@ -49,12 +49,15 @@ class Killer:
         for moment, kind in zip(self._moments, self._kinds, strict=True):
             while await asyncio.to_thread(self._answers) < moment:  # noqa: ASYNC110 - other processes write it
                 await asyncio.sleep(0.01)
-            for _ in range(500):
-                with contextlib.suppress(StopIteration, TidegateError):
-                    await self._rig.kill(kind)
-                    self.dead.append(kind)
-                    break
-                await asyncio.sleep(0.02)
+            await until(lambda kind=kind: self._kill(kind), f"a {kind} to kill")
+
+    async def _kill(self, kind: str) -> bool:
+        """False while there is none."""
+        with contextlib.suppress(StopIteration, TidegateError):
+            await self._rig.kill(kind)
+            self.dead.append(kind)
+            return True
+        return False
 
     def _answers(self) -> int:
         return len(self._rig.records(schema.ModelAnswered))

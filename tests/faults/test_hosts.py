@@ -50,10 +50,10 @@ async def test_results_on_a_host_are_acknowledged_once_they_are_durable_whoever_
 
         async def chaos(house: House) -> None:
             for moment in sorted(dice.sample(range(1, TASKS * SIBLINGS - 4), 3 if kinds else 0)):
-                await until(lambda moment=moment: done() >= moment)
+                await until(lambda moment=moment: done() >= moment, 90.0)
                 house.kill(dice.choice(kinds), dice)
 
-        await house.run(chaos)
+        await house.run(chaos, timeout=120.0)
         report = house.check()
         assert (report.acknowledgements_owed, report.acknowledgements_expired) == (0, 0)
         resource = HttpHost(running.transport())

@@ -79,12 +79,12 @@ async def play(run: Killed, dice: random.Random, kinds: tuple[str, ...], kills: 
 
     async def chaos(house: House) -> None:
         for moment in moments:
-            await until(lambda moment=moment: boundaries() >= moment)
+            await until(lambda moment=moment: boundaries() >= moment, 90.0)
             kind = dice.choice(kinds)
             if house.kill(kind, dice):
                 run.dead.append(kind)
             if twice:
-                await until(lambda kind=kind: bool(house.cluster.kinds(kind)))
+                await until(lambda kind=kind: bool(house.cluster.kinds(kind)), 90.0)
                 await asyncio.sleep(dice.random() * 0.02)
                 run.dead += [kind] * house.kill(kind, dice)
 

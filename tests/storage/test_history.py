@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import pytest
 
@@ -13,7 +14,7 @@ from storage.archivist import Archivist
 from storage.clock import VirtualClock
 from storage.errors import ArtifactCorrupt, LedgerInvalid, StorageUnusable, StoreUnavailable
 from storage.filesystem import Bytes
-from storage.history import FANOUT, LARGE, history_of, read_all, read_archive, to_merge
+from storage.history import FANOUT, LARGE, archived_rows, history_of, read_all, read_archive, to_merge
 from storage.journal import claim, fold, read_segment
 from storage.low import read_low
 from storage.memory import MemoryStore
@@ -105,6 +106,34 @@ def test_a_group_whose_payload_lies_in_a_retired_slot_is_read_from_its_archive()
 
 
 # ---------------------------------------------------------------------- others at work meanwhile
+
+
+class Behind:
+    """A store whose `low` is as it was at the first `times` looks: slots are retired right after each of them."""
+
+    def __init__(self, store: MemoryStore, low: int, times: int) -> None:
+        self._store, self._low, self.times = store, low, times
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def read_versioned(self, key: str) -> tuple[bytes, str]:
+        data, token = self._store.read_versioned(key)
+        if key.endswith("/low") and self.times:
+            self.times -= 1
+            return str(self._low).encode(), token
+        return data, token
+
+
+@pytest.mark.parametrize("times", [1, 2, 3])
+def test_who_looks_for_a_retired_slot_while_others_are_retired_finds_it_all_the_same(times: int) -> None:
+    journal = retired()
+    slots = [slot for slot in range(1, read_low(journal.store, RUN)) if archived_rows(journal.store, RUN, slot)]
+    assert len(slots) > 10
+    for slot in slots[:: len(slots) // 5]:
+        for low in (0, 1, slot):
+            behind: Any = Behind(journal.store, low, times)
+            assert archived_rows(behind, RUN, slot) == archived_rows(journal.store, RUN, slot), (slot, low)
 
 
 def test_who_reads_from_the_first_segment_on_while_slots_are_retired_and_archives_merged_sees_all_of_them() -> None:
