@@ -205,15 +205,18 @@ def play(url: str, death: Death | None, said: Path, environment: dict[str, str],
 
 @dataclass(frozen=True)
 class Heard:
-    """What was acknowledged: digests of objects that nobody deleted since, committed steps; and where it died."""
+    """What was acknowledged: digests of objects that nobody deleted since, those whose deletion began (they may be
+    there), committed steps; and where it died."""
 
     objects: dict[str, str]
+    deleting: set[str]
     step: int
     died: list[str]
 
 
 def heard(said: Path) -> Heard:
     objects: dict[str, str] = {}
+    deleting: set[str] = set()
     step, died = 0, []
     for line in said.read_text().splitlines():
         what, key, digest = line.split(" ")
@@ -221,11 +224,12 @@ def heard(said: Path) -> Heard:
             objects[key] = digest
         elif what == "delete":
             objects.pop(key, None)
+            deleting.add(key)
         elif what == "step":
             step = max(step, int(key))
         else:
             died += key.split(",")
-    return Heard({key: digest for key, digest in objects.items() if "/probe-" not in key}, step, died)
+    return Heard({key: digest for key, digest in objects.items() if "/probe-" not in key}, deleting, step, died)
 
 
 __all__ = ["FINISHED", "PHASES", "RUN", "Death", "Heard", "heard", "play"]

@@ -79,7 +79,8 @@ def nothing_acknowledged_is_lost(store: Store, known: Heard, before: int) -> int
         return 0
     ledger, _ = fold(store, RUN, info.num_siblings)
     assert ledger.step >= max(known.step, before)
-    unknown = {key for key in store.list(f"runs/{RUN}/journal") if key.endswith(".arrow")} - known.objects.keys()
+    there = {key for key in store.list(f"runs/{RUN}/journal") if key.endswith(".arrow")}
+    unknown = there - known.objects.keys() - known.deleting
     assert len(unknown) <= len(known.died), "only what died in the middle of being written may be there unsaid"
     return ledger.step
 
