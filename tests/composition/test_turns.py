@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
+from ray.exceptions import RayActorError
 
 from storage import schema
 from storage.errors import TidegateError
@@ -25,6 +26,8 @@ KILLS = 5
 """In one run."""
 TASKS, SIBLINGS = 6, 2
 CALLS = TASKS * SIBLINGS * TURNS
+DYING = (TidegateError, RayActorError)
+"""What an attempt ends with, or a look at a process, when it is being killed."""
 
 
 @pytest.fixture
@@ -53,7 +56,7 @@ class Killer:
 
     async def _kill(self, kind: str) -> bool:
         """False while there is none."""
-        with contextlib.suppress(StopIteration, TidegateError):
+        with contextlib.suppress(StopIteration, *DYING):
             await self._rig.kill(kind)
             self.dead.append(kind)
             return True
@@ -69,7 +72,7 @@ async def through(rig: Rig) -> Report:
         try:
             resumed = await rig.drive()
             return await rig.finish(resumed.step + 1)
-        except TidegateError:
+        except DYING:
             await asyncio.sleep(0.05)
     raise AssertionError("not finished after 20 attempts")
 
