@@ -109,8 +109,11 @@ class Rig:
     # ------------------------------------------------------------------ processes
 
     def name(self, kind: str) -> str:
-        """The process of a kind that lives now, or the newest that has not been replaced yet."""
-        return next(name for name in processes_of(self.spec) if name.split("-")[0] == kind)
+        """The process of a kind that lives now, or the newest that has not been replaced yet. Raises `LookupError`."""
+        found = [name for name in processes_of(self.spec) if name.split("-")[0] == kind]
+        if not found:
+            raise LookupError(f"no {kind} of the run")
+        return found[0]
 
     def process(self, kind: str) -> Remote:
         return self.named(self.name(kind))

@@ -56,7 +56,7 @@ class Killer:
 
     async def _kill(self, kind: str) -> bool:
         """False while there is none."""
-        with contextlib.suppress(StopIteration, *DYING):
+        with contextlib.suppress(LookupError, *DYING):
             await self._rig.kill(kind)
             self.dead.append(kind)
             return True
