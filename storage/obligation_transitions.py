@@ -7,7 +7,8 @@ sealed, with a receipt ──► owed ──ack_done──► released by its ho
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from storage import schema
 from storage.errors import AckMismatch
@@ -20,31 +21,42 @@ _CAPTURE = re.compile(r"(?:.*/)?g(\d+)/(\d+)~(\d+)")
 
 
 def check_receipts(ledger: Ledger, seq: int, record: schema.Sealed) -> None:
-    """Each receipt is whole, of an attempt that the record seals, the only one of its host. Raises `AckMismatch`."""
-    seen: set[tuple[int, str]] = set()
+    """Each receipt is of an attempt that the record seals, and fits it. Raises `AckMismatch`."""
+    by_place: dict[int, list[schema.Receipt]] = {}
     for one in record.receipts:
         if not 0 <= one.place < len(record.groups):
             raise _mismatch(record, seq, f"a receipt for place {one.place}", f"one of {len(record.groups)} rollouts")
-        if (one.place, one.host) in seen:
-            raise _mismatch(record, seq, f"two receipts of {one.host} for one rollout", "one")
-        seen.add((one.place, one.host))
+        by_place.setdefault(one.place, []).append(one)
+    for place, receipts in by_place.items():
+        misfit = receipts_misfit(receipts, record.groups[place], record.siblings[place], record.attempts[place])
+        if misfit is not None:
+            raise _mismatch(record, seq, misfit.found, misfit.expected, misfit.code)
+
+
+class Misfit(NamedTuple):
+    found: str
+    expected: str
+    code: str = ""
+
+
+def receipts_misfit(receipts: Sequence[schema.Receipt], group: int, sibling: int, attempt: int) -> Misfit | None:
+    """What is wrong with the receipts of one attempt: each is whole, and the only one of its host."""
+    hosts: set[str] = set()
+    for one in receipts:
+        if one.host in hosts:
+            return Misfit(f"two receipts of {one.host} for one rollout", "one")
+        hosts.add(one.host)
         if not (one.host and one.boot and one.result and _HEX.fullmatch(one.digest)) or one.generation < 1:
-            raise _mismatch(record, seq, f"the receipt {one}", "host, boot, result, sha256, a generation from 1")
+            return Misfit(f"the receipt {one}", "host, boot, result, sha256, a generation from 1")
         if (one.capture is None) != (one.call is None):
-            raise _mismatch(
-                record, seq, f"half a lineage: capture {one.capture!r}, call {one.call!r}", "both, or neither"
-            )
-        if one.capture is not None:
-            _check_capture(record, seq, one, one.capture)
-
-
-def _check_capture(record: schema.Sealed, seq: int, one: schema.Receipt, capture: str) -> None:
-    """The key of captured tokens is the rollout's own, of this attempt or of one before it."""
-    group, sibling, attempt = record.groups[one.place], record.siblings[one.place], record.attempts[one.place]
-    found = _CAPTURE.fullmatch(capture)
-    if found is None or tuple(map(int, found.groups()[:2])) != (group, sibling) or int(found[3]) > attempt:
-        expected = f"one of rollout g{group}/{sibling}, up to attempt {attempt}"
-        raise _mismatch(record, seq, f"a receipt with capture key {capture!r}", expected, "capture")
+            return Misfit(f"half a lineage: capture {one.capture!r}, call {one.call!r}", "both, or neither")
+        found = _CAPTURE.fullmatch(one.capture) if one.capture is not None else None
+        if one.capture is not None and (
+            found is None or tuple(map(int, found.groups()[:2])) != (group, sibling) or int(found[3]) > attempt
+        ):
+            expected = f"one of rollout g{group}/{sibling}, up to attempt {attempt}"
+            return Misfit(f"a receipt with capture key {one.capture!r}", expected, "capture")
+    return None
 
 
 def owe(ledger: Ledger, record: schema.Sealed) -> None:

@@ -315,10 +315,11 @@ class RolloutManager(WorkerCalls, EvaluationCalls, PeopleCalls):
         await self.retaining.begin(caller)
         return self.control.ledger.checkpoints[-1] if self.control.ledger.checkpoints else None
 
-    async def _acknowledged(self) -> None:
-        """Until no host waits for an acknowledgement."""
+    async def _acknowledged(self, caller: Caller) -> None:
+        """Until no host waits for an acknowledgement. Raises what ends the caller."""
         while owed := self.control.results.acknowledging.owed:
             event = self.changed.current()
+            self.callers.check(caller)
             self.waits.note("driver", Wait(f"{owed} results to be acknowledged", "hosts", "acknowledgement"))
             await wait_event(event, 1.0)
         self.waits.note("driver", None)
@@ -329,7 +330,7 @@ class RolloutManager(WorkerCalls, EvaluationCalls, PeopleCalls):
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._settings.commit_deadline_s):
                     await self.retaining.settled()  # nothing can be recorded after the end
-                    await self._acknowledged()
+                    await self._acknowledged(caller)
             await self._durable(self.control.finish(reason), "the end of the run")
 
 

@@ -24,6 +24,7 @@ from gpu.rollout.scheduler import Scheduler, spent
 from storage import schema
 from storage.errors import ContinuationInvalid, TwoOwners
 from storage.ledger import GENERATING, LIVE, RESERVED, SEALED, UNKNOWN_VERSION, Boundary, Group, Rollout, next_samples
+from storage.obligation_transitions import Misfit, receipts_misfit
 from storage.rollout_transitions import SIBLING_ENDED
 
 _SEALED = Outcome.SEALED
@@ -121,6 +122,7 @@ class Results:
                 or not first <= ended.oldest <= newest
                 or not isfinite(ended.reward)
                 or (ended.samples != 1 if latest is None else not _fits(ended, latest))
+                or (ended.receipts and _receipts_misfit(ended) is not None)
             ):
                 problem = f"row {ended.row} is another's" if taken else _problem(ended, rollout, newest)
                 failed.append(Ended(identity, Outcome.MALFORMED, detail=problem))
@@ -304,6 +306,8 @@ class Results:
             )
         found = [(g, s) for g, s in wanted if groups[g].rollouts[s].boundary is not None]
         for ordinal, sibling in found:
+            if ordinal not in groups:
+                continue  # its budget was spent with the sibling before
             rollout = groups[ordinal].rollouts[sibling]
             if rollout.state is LIVE:
                 identity = Identity(ordinal, sibling, rollout.attempt, rollout.incarnation)
@@ -355,6 +359,11 @@ class Results:
             self._admission.ended(self.unpublished.popleft()[1])
 
 
+def _receipts_misfit(ended: Ended) -> Misfit | None:
+    one = ended.identity
+    return receipts_misfit(ended.receipts, one.group, one.sibling, one.attempt)
+
+
 def _receipts(sealed: Sequence[Ended]) -> tuple[schema.Receipt, ...]:
     return tuple([replace(one, place=place) for place, ended in enumerate(sealed) for one in ended.receipts])
 
@@ -372,6 +381,8 @@ def _problem(ended: Ended, rollout: Rollout, newest: int) -> str:
         return "no generated token"
     if not first_version(rollout) <= ended.oldest <= newest:
         return version_problem(ended.oldest, rollout, newest)
+    if (misfit := _receipts_misfit(ended)) is not None:
+        return f"{misfit.found}; expected: {misfit.expected}"
     return f"{ended.samples} samples, which do not follow from the turns before"
 
 

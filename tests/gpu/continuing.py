@@ -3,7 +3,6 @@ folded as the manager would fold it, what was not durable is lost, and the next 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -231,7 +230,3 @@ class OneRollout:
         assert boundaries == list(range(len(boundaries)))
         assert set(asked.values()) <= {1}
         assert set(answered.values()) <= {1}
-
-
-def as_json(content: bytes) -> Any:
-    return json.loads(content)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import msgspec
 import pytest
 
@@ -145,12 +147,24 @@ def test_what_is_owed_is_part_of_a_snapshot() -> None:
 def test_a_receipt_that_does_not_fit_its_rollout_is_refused_with_the_seal(
     receipts: tuple[schema.Receipt, ...], says: str
 ) -> None:
+    """The attempt is malformed, what came with it in one report counts, and the record itself would be refused."""
     bench = Bench()
-    taken = bench.control.take("w", 1)
-    with pytest.raises(AckMismatch, match=says):
-        bench.control.report(sealing(bench, taken, *receipts))
+    bad, good = bench.control.take("w", 2)
+    report = bench.report_of([bad, good])
+    ended = (msgspec.structs.replace(report.ended[0], receipts=receipts), report.ended[1])
+    bench.control.report(msgspec.structs.replace(report, ended=ended))
+    (abandoned,) = bench.abandoned()
+    assert (abandoned.sibling, abandoned.reason) == (0, "malformed")
+    assert re.search(says, abandoned.detail)
     assert not bench.control.ledger.obligations
-    assert bench.control.ledger.counts["rollouts_sealed"] == 0
+    assert bench.control.ledger.counts["rollouts_sealed"] == 1
+    other = Bench()
+    taken = other.control.take("w", 1)
+    other.control.report(other.turn_of(taken[0], 0, 0))
+    block = next(iter(other.control.ledger.blocks))
+    record = schema.Sealed(block, (0,), (0,), (0,), (1,), (1,), (1,), (0,), (1.0,), receipts)
+    with pytest.raises(AckMismatch, match=says):
+        other.control.books.record(record)
 
 
 @pytest.mark.parametrize(

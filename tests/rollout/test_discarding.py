@@ -47,6 +47,19 @@ def test_of_rollouts_one_of_which_is_finished_none_is_discarded() -> None:
     assert bench.control.ledger.groups[0].rollouts[0].boundary is not None
 
 
+def test_a_group_whose_budget_is_spent_on_the_way_is_set_aside_and_the_call_goes_on() -> None:
+    bench = Bench(max_losses=1)
+    taken = bench.control.take("w", 4)
+    for dispatch in taken:
+        bench.control.report(bench.turn_of(dispatch, 0, 0))
+    bench.fail(taken[1])
+    wanted = [(dispatch.identity.group, dispatch.identity.sibling) for dispatch in taken]
+    assert bench.control.results.discard_continuations(wanted, "broken tool") == len(wanted)
+    assert bench.control.ledger.quarantined
+    bench.control.check_conservation()
+    assert not any(one.boundary for group in bench.control.ledger.groups.values() for one in group.rollouts)
+
+
 def test_a_run_that_nobody_drives_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Bench(store=LocalStore(tmp_path)).flush()
     assert main(["discard", RUN, "0/0", "--reason", "x", "--storage", str(tmp_path)]) == 2

@@ -16,7 +16,7 @@ CLASSES = {
 HELPERS = {
     "misfit": ("ReferenceInvalid", 3), "_corrupt": ("ArtifactCorrupt", -1), "illegal": ("IllegalTransition", 4),
     "_out_of_place": ("ContinuationInvalid", 3), "refused": ("ResourceInvalid", 3),
-    "_mismatch": ("AckMismatch", 4),
+    "_mismatch": ("AckMismatch", 4), "Misfit": ("AckMismatch", 2),
 }  # fmt: skip
 """Functions that make an error of a class, with the code as this argument or by its name."""
 
@@ -41,7 +41,9 @@ def _made(call: ast.Call) -> Iterator[tuple[str, str]]:
     stated = [keyword.value for keyword in call.keywords if keyword.arg == "code"]
     if place is not None and len(call.args) > max(place, 2):
         stated.append(call.args[place])
-    if not stated and (name in ("illegal", "_mismatch") or any(keyword.arg == "expected" for keyword in call.keywords)):
+    if not stated and (
+        name in ("illegal", "_mismatch", "Misfit") or any(keyword.arg == "expected" for keyword in call.keywords)
+    ):
         yield kind, CLASSES[kind].default_code
     for code in stated:
         for choice in (code.body, code.orelse) if isinstance(code, ast.IfExp) else (code,):
